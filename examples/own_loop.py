@@ -11,7 +11,7 @@ model_name, cache_dir, out = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 model = AutoModelForCausalLM.from_pretrained(model_name)
 student = qat.prepare(model, "q2a4", calibration=cache_dir, tokenizer=tokenizer, group_size=64)
-optimizer = torch.optim.AdamW(qat.param_groups(student))
+optimizer = qat.AdamW(qat.param_groups(student))
 data = torch.utils.data.DataLoader(qat.CacheDataset(cache_dir), batch_size=8, shuffle=True)
 for rows in data:
     batch = qat.as_batch(rows).to(student.device)

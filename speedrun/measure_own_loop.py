@@ -110,7 +110,7 @@ def course_of_loop(place: Path, out: Path, given: dict, compiles: bool) -> tuple
     packed = qat.load(place / "student", device=str(backend.device), dtype="fp32")
     student = qat.prepare(packed, None, dtype=config.dtype)
     forward = torch.compile(student) if compiles else student
-    optimizer = torch.optim.AdamW(qat.param_groups(student))
+    optimizer = qat.AdamW(qat.param_groups(student))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: lr_share(

@@ -1,7 +1,7 @@
 """Prepared models: their forward, for any loop, and the way back to a packed model.
 
     student = qat.prepare(model, "q2a4", calibration=texts)
-    optimizer = torch.optim.AdamW(qat.param_groups(student))
+    optimizer = qat.AdamW(qat.param_groups(student))
     for batch in batches:
         out = student(batch.input_ids, position_ids=batch.position_ids, with_logits=False)
         qat.loss(out, batch).backward()
@@ -272,13 +272,13 @@ def unwrapped(student: nn.Module) -> LoopModel:
 
 
 def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
-    """Return what learns as groups for `torch.optim.AdamW`, with the rates that 'qat train' has.
+    """Return what learns as groups for `qat.AdamW`, with the rates that 'qat train' has.
 
-        optimizer = torch.optim.AdamW(qat.param_groups(student, lr=5e-3))
+        optimizer = qat.AdamW(qat.param_groups(student, lr=5e-3))
 
     A learning rate is relative: it is multiplied by the size that the tensor had when it was
-    prepared. So nearly every tensor is a group of its own, and on a GPU the groups ask for AdamW's
-    fused kernel. Call it after `fully_shard`, which exchanges parameters.
+    prepared. So nearly every tensor is a group of its own, for which `torch.optim.AdamW` launches
+    a kernel each on a GPU. Call it after `fully_shard`, which exchanges parameters.
 
     Args:
         student: a prepared model, wrapped or not.

@@ -26,6 +26,7 @@ from qat.extensions.integrations.datasets import CacheDataset, as_batch
 from qat.extensions.integrations.finish import check_whole, finish
 from qat.extensions.integrations.losses import Totals, totals
 from qat.extensions.integrations.losses import loss as loss_of
+from qat.extensions.integrations.optimizer import AdamW
 from qat.extensions.integrations.student import (
     as_teacher,
     has_adapter,
@@ -61,7 +62,7 @@ class StudentMixin:
                 self._whole = copy.deepcopy(unwrapped(self.model))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return AdamW with the groups of `qat.param_groups`; the schedule is the arguments'.
+        """Return `qat.AdamW` with the groups of `qat.param_groups`; the schedule is the arguments'.
 
         Raises:
             ConfigError: the arguments name a rate or an optimizer of their own.
@@ -78,7 +79,7 @@ class StudentMixin:
                         "5e-3, ...} of the trainer"
                     )
             groups = param_groups(self.model if model is None else model, **self.rates)
-            self.optimizer = torch.optim.AdamW(groups)
+            self.optimizer = AdamW(groups)
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

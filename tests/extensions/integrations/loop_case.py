@@ -57,7 +57,7 @@ def prepared(place: Path, config: OptimConfig) -> PreTrainedModel:
 def optimizer_of(student: nn.Module, config: OptimConfig) -> tuple[Any, Any]:
     """The optimizer and the schedule that a run with these settings has."""
     rates = {name: getattr(config, name) for name in RATES}
-    optimizer = torch.optim.AdamW(qat.param_groups(student, **rates))
+    optimizer = qat.AdamW(qat.param_groups(student, **rates))
 
     def share(step: int) -> float:
         return lr_share(
