@@ -50,9 +50,10 @@ class ChooseTile(NamedTuple):
     warps: int = 4
 
     @classmethod
-    def of(cls, num_vectors: int) -> Self:
-        """Return the default: fewer tiles per program if a weight has too few for a large GPU."""
-        return cls(tiles=min(cls().tiles, triton.cdiv(num_vectors, SPREAD * cls().vectors)))
+    def of(cls, num_vectors: int, C: int) -> Self:
+        """Return the default: larger chunks of many codewords, fewer tiles of a small weight."""
+        tile = cls() if C <= 256 else cls(vectors=64, chunk=128)
+        return tile._replace(tiles=min(tile.tiles, triton.cdiv(num_vectors, SPREAD * tile.vectors)))
 
 
 class ReduceTile(NamedTuple):
@@ -76,7 +77,7 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     """
     C, d = codebook.shape
     key = (*latent.shape, C, d)
-    cut = chosen("vectors_choose", key, ChooseTile.of(out.numel()), out.device)
+    cut = chosen("vectors_choose", key, ChooseTile.of(out.numel(), C), out.device)
     tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)
     chunk = min(max(C, 16), cut.chunk)

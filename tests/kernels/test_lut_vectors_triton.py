@@ -72,7 +72,8 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
     expected, pulled = indices(*parts), lut_weight.pull_back(dW, *parts, wanted=wanted)
     monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     key = 19, 64, *parts[1].shape
-    assert [ChooseTile.of(O * 896 // 4).tiles for O in (128, 896, 4864)] == [1, 2, 8]
+    assert [ChooseTile.of(O * 896 // 4, 256).tiles for O in (128, 896, 4864)] == [1, 2, 8]
+    assert [ChooseTile.of(O * 896 // 4, 1024).tiles for O in (128, 896, 4864)] == [1, 4, 8]
     with forcing("vectors_choose", key, ChooseTile(tiles=2)):
         source = lut_weight.choose(*parts)
     assert torch.equal(source.indices(), expected)
@@ -84,7 +85,7 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
     assert all(torch.equal(found[name], again[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("tile", [(128, 64, 4), (64, 32, 8), (32, 256, 16)])
+@pytest.mark.parametrize("tile", [(128, 64, 4), (64, 32, 8), (32, 256, 16), (64, 128, 4)])
 def test_any_tile_chooses_the_same(tile: tuple[int, ...], monkeypatch) -> None:
     parts = random_parts(9, 64, LutSpec(bits=7, vector_size=4, group_size=16), "bfloat16")
     expected = indices(*parts)

@@ -123,7 +123,7 @@ def choose_space(size: Size, C: int, d: int) -> Space:
     """Return tiles of vectors and chunks of codewords whose scores fit into registers."""
     listed = map(ChooseTile._make, product((64, 128), (64, 128), (2, 4, 8), (8, 24), (4, 8)))
     fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
-    default = ChooseTile.of(size["O"] * size["I"] // d)
+    default = ChooseTile.of(size["O"] * size["I"] // d, C)
     return _space("vectors_choose", (size["O"], size["I"], C, d), default, fitting)
 
 
