@@ -183,24 +183,33 @@ def test_a_rows_numbers_follow_its_key_alone() -> None:
 
 
 @pytest.mark.parametrize("build", [MODELS["qwen3"], MODELS["packed"]])
-def test_a_host_that_looks_later_sees_the_same_rows(build: object) -> None:
-    """The host reads results one step late, as on a GPU with its next steps in flight."""
+def test_a_host_that_looks_later_sees_the_same_rows(
+    build: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads results one round late, as on a GPU, or after more steps, as in a large batch."""
     batch = Batch(3, 60, 20, Sampling(1.0), {5, 6, 7})
     sampler = open_sampler(LanguageModel(build()), batch)
     expected = in_order(sampler.sample(requests()))
     sampler._lag = 1
     assert in_order(sampler.sample(requests())) == expected
+    monkeypatch.setattr(module, "MANY_SLOTS", 3)
+    sampler = open_sampler(LanguageModel(build()), batch)
+    assert in_order(sampler.sample(requests())) == expected
 
 
-def test_a_row_that_ends_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots: a long row, and beside it four short ones, one after the other."""
+@pytest.mark.parametrize(("many", "expected"), [(3, 36), (2, 48)])
+def test_a_row_that_ends_makes_room(
+    many: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots: a long row, and beside it three short ones, which take whole rounds."""
+    monkeypatch.setattr(module, "MANY_SLOTS", many)
     model = LanguageModel(tiny_model("qwen3", **RANGE))
     sampler = Slots(SlotStep(model, 2), Batch(2, 64, 40, Sampling(1.0), ()))
     steps, advance = [], sampler._advance
     monkeypatch.setattr(sampler, "_advance", lambda: steps.append(advance()))
-    rows = [Request([1, 2], limit, (0, n)) for n, limit in enumerate((32, 8, 8, 8, 8))]
-    assert [len(row) for row in in_order(sampler.sample(rows))] == [32, 8, 8, 8, 8]
-    assert len(steps) == 32
+    rows = [Request([1, 2], limit, (0, n)) for n, limit in enumerate((33, 9, 9, 9))]
+    assert [len(row) for row in in_order(sampler.sample(rows))] == [33, 9, 9, 9]
+    assert len(steps) == expected
 
 
 def test_prompts_of_like_lengths_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
