@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LogitsProcessor
 
 from qat.backend.device import on
@@ -50,6 +51,12 @@ that is 2.6% of all steps in rounds of 4, and 5.3% in rounds of 8.
 """
 PREFILL_TOKENS = 2**14
 """Maximum number of prompt tokens in one prefill."""
+PREFILL_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's kernels that a prefill may use: all but cuDNN's, which plans every new shape.
+
+A plan takes the host up to 0.1 s, and nearly every round has a prefill of another shape: planning
+was about 25 of the first 160 s of a run.
+"""
 ROWS_AHEAD = 2**12
 """Number of waiting rows among which `Waves` looks for rows of equal lengths."""
 UNIT = 16
@@ -267,7 +274,8 @@ class SlotStep:
             )
             return said.transpose(1, 2).reshape(B * T, -1)
 
-        self._hidden(ids.flatten(), caches, attend)
+        with sdpa_kernel(PREFILL_ATTENTION):
+            self._hidden(ids.flatten(), caches, attend)
 
     def _hidden(self, ids: Tensor, caches: Sequence[Cache], attend: Attend) -> Tensor:
         """Return the last hidden states `(T, D)` of the tokens `ids` `(T,)`."""

@@ -212,6 +212,19 @@ def test_a_row_that_ends_makes_room(
     assert len(steps) == expected
 
 
+def test_no_prefill_waits_for_a_plan_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, planned = F.scaled_dot_product_attention, []
+
+    def attend(*args: object, **kwargs: object) -> Tensor:
+        planned.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(module.F, "scaled_dot_product_attention", attend)
+    step = SlotStep(LanguageModel(tiny_model("qwen3", num_hidden_layers=1)), 2)
+    step.prefill(torch.ones(1, 3, dtype=torch.int64), torch.tensor([1]), step.new_caches(8))
+    assert planned == [False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_prompts_of_like_lengths_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PREFILL_TOKENS", 64)
     prompts = [[1] * length for length in (0, 3, 40, 16, 17, 1, 100)]
