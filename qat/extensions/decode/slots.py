@@ -40,6 +40,7 @@ from qat.kernels.glu import silu_mul
 from qat.models.language_model import HALVES, LanguageModel
 from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.step import form_weights
+from qat.quant.kv import PackedHeads
 
 STEPS, MANY_SLOTS = 4, 1024
 """Number of steps of a round, which is doubled from so many slots on.
@@ -262,15 +263,16 @@ class SlotStep:
         positions = torch.arange(T, device=self.device).repeat(B)
 
         def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
-            query = place_heads(qkv, cache, of_tokens, positions, self._angles, heads)
-            keys, values = cache.at(slots, EVERY, slice(T))
+            facts = of_tokens, positions, self._angles, heads
+            placed = place_heads(qkv, cache, *facts, has_keys=True)
+            _, J, _, D = cache.shape
+            H = placed.shape[1] - J
+            query, keys = placed.view(B, T, H + J, D).transpose(1, 2).split([H, J], 1)
+            values = qkv.view(B, T, -1, D).transpose(1, 2)[:, H + J :]
+            if isinstance(cache.keys, PackedHeads):  # the steps read rounded ones, and so do these
+                keys, values = cache.at(slots, EVERY, slice(T))
             said = F.scaled_dot_product_attention(
-                query.unflatten(0, (B, T)).transpose(1, 2),
-                keys,
-                values,
-                is_causal=True,
-                scale=heads.scaling,
-                enable_gqa=True,
+                query, keys, values, is_causal=True, scale=heads.scaling, enable_gqa=True
             )
             return said.transpose(1, 2).reshape(B * T, -1)
 

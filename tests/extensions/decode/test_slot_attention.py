@@ -53,8 +53,11 @@ def test_heads_find_their_places(
     gains = (torch.rand(D) + 0.5, torch.rand(D) + 0.5) if has_norms else (None, None)
     cache = Cache(torch.randn(B, J, N, D), torch.randn(B, J, N, D))
     before = Cache(*(part.clone() for part in cache))
+    facts = slots, positions, angles, Scoring(1.0, *gains, eps=1e-6)
     with computing_by(kernel=is_kernel):
-        query = place_heads(qkv, cache, slots, positions, angles, Scoring(1.0, *gains, eps=1e-6))
+        query = place_heads(qkv, cache, *facts)
+        placed = place_heads(qkv, cache, *facts, has_keys=True)
+    assert torch.equal(placed, torch.cat([query, cache.keys[slots, :, positions]], 1))
 
     def split(x: Tensor) -> tuple[Tensor, ...]:
         return x.view(T, -1, D).split([H, J, J], 1)

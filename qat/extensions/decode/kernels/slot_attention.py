@@ -47,15 +47,18 @@ def place_heads(
     positions: Tensor,
     angles: Angles,
     scoring: Scoring,
+    *,
+    has_keys: bool = False,
 ) -> Tensor:
     """Return rotated queries `(T, H, D)` in the dtype of `qkv`; put keys and values into the cache.
 
     `qkv` `(T, (H + 2 J) D)` holds queries, keys and values. `slots` and `positions`, both `(T,)`
     int64, are the place of each token: without `slots`, token t has slot t, and a single position
-    applies to all. No two tokens may have the same place.
+    applies to all. No two tokens may have the same place. With `has_keys` the rotated keys are
+    returned behind the queries, `(T, H + J, D)`.
     """
     if use_triton(qkv, __name__):
-        return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
+        return _place_by_kernel(qkv, cache, slots, positions, angles, scoring, has_keys)
     _, J, _, D = cache.shape
     heads = qkv.unflatten(1, (-1, D))
     if slots is None:
@@ -65,7 +68,7 @@ def place_heads(
     query = _rotated(_normed(query.float(), scoring.q_norm, scoring.eps), *turn)
     key = _rotated(_normed(key.float(), scoring.k_norm, scoring.eps), *turn)
     cache.put(key, value, slots, EVERY, positions)
-    return query.to(qkv.dtype)
+    return (torch.cat([query, key], 1) if has_keys else query).to(qkv.dtype)
 
 
 def slot_attention(
@@ -107,26 +110,27 @@ def _place_by_kernel(
     positions: Tensor,
     angles: Angles,
     scoring: Scoring,
+    has_keys: bool,
 ) -> Tensor:
     _, J, N, D = cache.shape
     tensors, kept = cache.for_kernel()
     T, H = len(qkv), qkv.shape[1] // D - 2 * J
-    query = qkv.new_empty(T, H, D)
+    heads = qkv.new_empty(T, H + J * has_keys, D)
     _place_kernel[(T, J)](
-        query, qkv, *tensors, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
+        heads, qkv, *tensors, slots, positions, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps,
-        H=H, J=J, D=D, ROWS=triton.next_power_of_2(H // J + 2), STRIDE=int(len(positions) > 1),
-        **kept, num_warps=4, **overlapping(qkv.device),
+        H=H, J=J, D=D, KEYS=int(has_keys), ROWS=triton.next_power_of_2(H // J + 2),
+        STRIDE=int(len(positions) > 1), **kept, num_warps=4, **overlapping(qkv.device),
     )  # fmt: skip
-    return query
+    return heads
 
 
 @triton.jit
 def _place_kernel(
-    query, qkv, keys, key_steps, values, value_steps, slots, positions, cos, sin,
+    heads, qkv, keys, key_steps, values, value_steps, slots, positions, cos, sin,
     q_norm, k_norm, N, eps,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
-    BITS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    STRIDE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Place the queries of a key head of one token, its key and its value.
 
@@ -155,9 +159,9 @@ def _place_kernel(
     cos, sin = cos + at * D + half, sin + at * D + half
     y1 = x1 * tl.load(cos) - x2 * tl.load(sin)
     y2 = x2 * tl.load(cos + D // 2) + x1 * tl.load(sin + D // 2)
-    out = query + (token * H + head) * D + half
-    tl.store(out, y1.to(query.dtype.element_ty), mask=row < GROUP)
-    tl.store(out + D // 2, y2.to(query.dtype.element_ty), mask=row < GROUP)
+    out = heads + (token * (H + KEYS * J) + head) * D + half
+    tl.store(out, y1.to(heads.dtype.element_ty), mask=row < GROUP + KEYS)
+    tl.store(out + D // 2, y2.to(heads.dtype.element_ty), mask=row < GROUP + KEYS)
     y1, y2, v1, v2 = y1.to(KIND), y2.to(KIND), v1.to(KIND), v2.to(KIND)
     place, is_key, is_value = (slot * J + j) * N + at, rows == GROUP, rows == GROUP + 1
     if BITS:
