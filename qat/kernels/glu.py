@@ -34,7 +34,9 @@ def silu_mul(joined: Tensor) -> Tensor:
     `joined`; both in float32, rounded once.
     """
     if use_triton(joined, __name__):
-        return fused_silu_mul(joined)
+        if joined.requires_grad or torch.compiler.is_compiling():
+            return fused_silu_mul(joined)
+        return _forward(joined)  # a custom op costs the host more than the launch does
     gate, up = joined.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -42,6 +44,10 @@ def silu_mul(joined: Tensor) -> Tensor:
 @torch.library.custom_op("qat::silu_mul", mutates_args=())
 def fused_silu_mul(joined: Tensor) -> Tensor:
     """Compute `silu_mul` in one Triton kernel; every tensor is read or written once."""
+    return _forward(joined)
+
+
+def _forward(joined: Tensor) -> Tensor:
     out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
     _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
     return out
