@@ -62,7 +62,7 @@ CODE_WORDS = (
 )
 """Ways to ask for a function; the first has the words of the suite's `humaneval`."""
 SUM_WORDS = (
-    "{question}\nThink step by step. End with the answer alone, a number, behind ####.",
+    "{question}\nReason step by step, and put the final answer, a number, into \\boxed{{}}.",
     "{question}",
 )
 """Ways to ask a word problem; the first has the words of the suite's `gsm8k`."""
