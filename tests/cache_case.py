@@ -11,6 +11,7 @@ from qat.data.build import build_cache
 from qat.data.cache import MANIFEST, Manifest, Split, TeacherInfo
 from qat.data.codec import M
 from qat.data.config import CacheSettings
+from qat.data.stream import blocks
 from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE
 
@@ -70,7 +71,9 @@ def build(out: Path, **overrides: object) -> Manifest:
     }
     for name in parts:
         parts[name] = overrides.pop(name, parts[name])
-    return build_cache(settings(**overrides), out=out, **parts)
+    chosen = settings(**overrides)
+    found = blocks(parts.pop("documents"), parts["tokenizer"], chosen)
+    return build_cache(chosen, found=found, out=out, **parts)
 
 
 def without_split(out: Path, split: Split) -> None:

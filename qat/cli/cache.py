@@ -1,6 +1,7 @@
 """`qat cache`: run the teacher once and keep what the student will learn from."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,17 +66,23 @@ def cache(
         check_positions(config.sequence_length, [config.teacher], setting="sequence_length")
     from qat.backend.device import select
     from qat.data.build import build_cache, open_shared
+    from qat.data.stream import blocks
+    from qat.models.block_process import blocks_apart
     from qat.models.teacher_cache import cache_teacher, with_length
     from qat.ranks import joined
 
-    session = select(config.device).session(config.xla_cache_dir)
-    with session, joined(config.device, exchange=False) as ranks:
+    backend, joining = select(config.device), joined(config.device, exchange=False)
+    with backend.session(config.xla_cache_dir), joining as ranks, ExitStack() as stack:
         config, source = with_length(config, open_shared(config, ranks), ranks)
+        settings, apart = config.settings(source.format), None
+        if ranks.is_first and backend.batches_ahead:  # the device is not the host's CPU
+            apart = stack.enter_context(blocks_apart(config, settings))
+        opened = cache_teacher(config, ranks)
         out = out or CACHES / suggested_name(config, source)
         manifest = build_cache(
-            config.settings(source.format),
-            **cache_teacher(config, ranks)._asdict(),
-            documents=source.rows,
+            settings,
+            **opened._asdict(),
+            found=apart or blocks(source.rows, opened.tokenizer, settings),
             out=out,
             batch_size=config.batch_size,
             ranks=ranks,

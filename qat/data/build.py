@@ -34,7 +34,6 @@ from qat.data.cache import (
 )
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
-from qat.data.documents import Document
 from qat.data.packing import PackedRows
 from qat.data.pipeline import BackgroundFold, prefetched
 from qat.data.shard import (
@@ -47,8 +46,8 @@ from qat.data.shard import (
     remove_logs,
     shard_bytes,
 )
-from qat.data.sources import DataSource, Sourced, open_source
-from qat.data.stream import ShardBlock, blocks
+from qat.data.sources import DataSource, open_source
+from qat.data.stream import ShardBlock
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
 from qat.files import held
@@ -185,22 +184,23 @@ def build_cache(
     tokenizer: PreTrainedTokenizerBase,
     teacher: Teacher | RemoteTeacher,
     info: TeacherInfo,
-    documents: Iterable[Document | Sourced],
+    found: Iterator[ShardBlock],
     out: Path,
     batch_size: int = 0,
     ranks: Ranks = ALONE,
 ) -> Manifest:
-    """Run the teacher over the documents and store its targets in `out`.
+    """Run the teacher over the blocks and store its targets in `out`.
 
     An interrupted build resumes after its last shard; a finished cache is left unchanged. The
     logits of a whole batch never exist at once.
 
     Args:
+        found: the blocks of the documents (`qat.data.stream.blocks`).
         batch_size: maximum number of sequences in one forward; 0 takes as many as keep the
             teacher's device busy. It may change the last bits of the teacher's log-probs, not the
             inputs.
         ranks: processes that build together, one shard each in turn, into one `out` on a shared
-            file system; only the first rank reads `documents`. The bytes are those of a single
+            file system; only the first rank reads `found`. The bytes are those of a single
             process.
 
     Raises:
@@ -220,7 +220,6 @@ def build_cache(
             _log_summary(manifest)
             return manifest
         examiner = _examiner(teacher, manifest, out, batch_size=batch_size, ranks=ranks)
-        found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
         expected = round(settings.num_sequences / (1 - settings.held_out)) or None
         known = {shard.file: shard for shard in manifest.shards}
         failure: QatError | OSError | None = None

@@ -53,8 +53,6 @@ def with_length(
     failures: list[QatError] = []
 
     def read_again() -> Iterator[Sourced]:
-        # here, not above: a call that is refused before it reads has no use for this line
-        logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
         yield from taken
         if failures:
             raise failures[0]
@@ -71,6 +69,7 @@ def with_length(
         return suited_length(config, source.format, [row.document for row in taken])
 
     length = int(ranks.texts(str(ranks.sync_errors(needed)))[0])
+    logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
     settled = config.model_copy(update={"sequence_length": length})
     return settled, source._replace(rows=read_again())
 

@@ -23,6 +23,7 @@ from qat.convert.convert import check_conversion
 from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
+from qat.data.stream import blocks
 from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.extensions.bench.measure import compile_anew
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
@@ -344,10 +345,11 @@ class Workspace:
                 logger.info("building a cache: %s", table)
                 config = cache_config(self.recipe, table, self.device)
                 source = open_source(config.data, config.format, config.text_field)
+                settings, opened = config.settings(source.format), cache_teacher(config)
                 build_cache(
-                    config.settings(source.format),
-                    **cache_teacher(config)._asdict(),
-                    documents=source.rows,
+                    settings,
+                    **opened._asdict(),
+                    found=blocks(source.rows, opened.tokenizer, settings),
                     out=place,
                     batch_size=config.batch_size,
                 )
