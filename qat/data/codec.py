@@ -257,22 +257,33 @@ def id_bits(vocab_size: int) -> int:
 
 def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Tensor]:
     """Encode the `TopK` of all tokens, in order, as rows of `num_sequences` sequences."""
+    return pack_top_k(round_top_k(top, num_sequences), vocab_size)
+
+
+def round_top_k(top: TopK, num_sequences: int) -> dict[str, Tensor]:
+    """Return the rows of `encode_top_k` with ids and codes as int32, for `pack_top_k` to pack."""
     is_far_TK = top.distances > MAX_DISTANCE
     near_TK = top.distances.masked_fill(is_far_TK, 0.0)
     # the smallest range that can be stored and covers all distances
     octaves_T = torch.log2(near_TK.amax(-1) / MAX_DISTANCE)
     range_code_T = (255 + STEPS_PER_OCTAVE * octaves_T).ceil().clamp(0, 255)
     ratio_TK = near_TK / _decode_range(range_code_T)[:, None]
-    codes_TK = (M * ratio_TK.sqrt()).round().long().masked_fill(is_far_TK, FAR)[:, 1:]
+    codes_TK = (M * ratio_TK.sqrt()).round().int().masked_fill(is_far_TK, FAR)[:, 1:]
     per_row = codes_TK.numel() // num_sequences  # may be 0, where -1 is ambiguous
     rows = (num_sequences, -1)
     return {
-        "topk_ids": pack_bits(top.ids.reshape(rows), id_bits(vocab_size)),
-        "topk_codes": pack_bits(codes_TK.reshape(num_sequences, per_row), CODE_BITS),
+        "topk_ids": top.ids.int().reshape(rows),
+        "topk_codes": codes_TK.reshape(num_sequences, per_row),
         "topk_range": range_code_T.to(torch.uint8).view(rows),
         "log_sum_exp": top.log_sum_exp.view(rows),
         "tail_logprob": top.tail_logprob.view(rows),
     }
+
+
+def pack_top_k(rows: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Pack the ids and codes of `round_top_k`."""
+    bits = {"topk_ids": id_bits(vocab_size), "topk_codes": CODE_BITS}
+    return rows | {name: pack_bits(rows[name], each) for name, each in bits.items()}
 
 
 def decode_top_k(

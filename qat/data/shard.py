@@ -23,9 +23,10 @@ from qat.data.codec import (
     TopK,
     ask,
     encode_draws,
-    encode_top_k,
     id_bits,
     pack_bits,
+    pack_top_k,
+    round_top_k,
     stream,
 )
 from qat.data.config import CacheSettings
@@ -55,7 +56,7 @@ class Answer(NamedTuple):
     """The teacher's targets for one batch, in flight to the host."""
 
     tensors: dict[str, Tensor]
-    """Encoded rows, raw draws and the check of the logits; valid after `wait` has returned."""
+    """Rows before their bits are packed, and the check of the logits; valid after `wait`."""
     wait: Callable[[], None]
 
 
@@ -148,19 +149,23 @@ def _examine_batch(
     backend = on(signals.is_sound.device)
     # keep the copies where removing them would change the shape
     kept = B if backend.is_traced else count
-    on_host = backend.step_results(encode_signals(signals, kept, S, plan.vocab_size))
+    on_host = backend.step_results(encode_signals(signals, kept, S))
     return Answer({k: rows[:count] for k, rows in on_host.items()}, backend.finished())
 
 
-def encode_signals(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
-    """Encode the first `count` sequences of a batch for the transfer to the host."""
+def encode_signals(signals: Signals, count: int, length: int) -> dict[str, Tensor]:
+    """Encode the first `count` sequences of a batch for the transfer to the host.
+
+    Bits are packed there: they take a hundred small operators, which keep a launching host busy for
+    longer than they would shorten the copy.
+    """
     tensors = {
         "is_sound": signals.is_sound[None],
         "next_logprob": signals.next_logprob[: count * length].view(count, length),
     }
     if signals.top is not None:
         top = TopK(*(tensor[: count * length] for tensor in signals.top))
-        tensors |= encode_top_k(top, count, vocab_size)
+        tensors |= round_top_k(top, count)
     if signals.draws is not None:
         tensors["draws"] = signals.draws[: count * length].int().view(count, length, -1)
     return tensors
@@ -193,6 +198,8 @@ def shard_bytes(
         "starts": pack_bits(starts, 1),
         "mask": pack_bits(mask, 1),
     }
+    if "topk_ids" in joined:
+        joined = pack_top_k(joined, vocab_size)
     draws = joined.pop("draws", None)
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)

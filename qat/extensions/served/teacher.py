@@ -290,7 +290,7 @@ class ServedTeacher:
         following[places] = torch.from_numpy(found.next_logprob).float()
         # log-sum-exp is stored as 0: the log-probs stand in for logits
         top = TopK(ids, distances, torch.zeros(S), tail.log())
-        return encode_signals(Signals(following, top, None, torch.tensor(True)), 1, S, V)
+        return encode_signals(Signals(following, top, None, torch.tensor(True)), 1, S)
 
     def _select_engine(self, client: Client) -> int | None:
         """Select the engine that serves the model; return its context length, None if unknown."""
