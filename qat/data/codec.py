@@ -281,9 +281,9 @@ def round_top_k(top: TopK, num_sequences: int) -> dict[str, Tensor]:
 
 
 def pack_top_k(rows: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Pack the ids and codes of `round_top_k`."""
+    """Pack the ids and codes of `round_top_k`, if `rows` has them."""
     bits = {"topk_ids": id_bits(vocab_size), "topk_codes": CODE_BITS}
-    return rows | {name: pack_bits(rows[name], each) for name, each in bits.items()}
+    return rows | {name: pack_bits(rows[name], bits[name]) for name in bits.keys() & rows}
 
 
 def decode_top_k(

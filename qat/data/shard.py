@@ -184,7 +184,8 @@ def shard_bytes(
     """
     for answer in answers:
         answer.wait()
-    batches = [answer.tensors for answer in answers]
+    # batch by batch: the temporaries of a whole shard would not stay in a core's cache
+    batches = [pack_top_k(answer.tensors, vocab_size) for answer in answers]
     joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     if not joined.pop("is_sound").all():
         raise CacheError(
@@ -198,8 +199,6 @@ def shard_bytes(
         "starts": pack_bits(starts, 1),
         "mask": pack_bits(mask, 1),
     }
-    if "topk_ids" in joined:
-        joined = pack_top_k(joined, vocab_size)
     draws = joined.pop("draws", None)
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)
