@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler
-from threading import Lock, Thread
-from typing import IO
+from threading import Thread
+from traceback import format_exception
 
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.sources import open_source
@@ -84,12 +84,8 @@ def _received(process: subprocess.Popen) -> Iterator[ShardBlock]:
 class _Pipe(QueueHandler):
     """Sends objects to the parent process, and log records among them."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._lock = Lock()  # records come from several threads
-
     def enqueue(self, item: object) -> None:
-        with self._lock:
+        with self.lock:  # records come from several threads
             pickle.dump(item, self.queue)
             self.queue.flush()
 
@@ -113,6 +109,7 @@ def serve() -> None:
             pipe.enqueue(block)
         pipe.enqueue(None)
     except Exception as error:  # noqa: BLE001 - the parent raises it
+        error.add_note("".join(format_exception(error)))  # else the traceback of a bug is lost
         pipe.enqueue(error)
 
 
