@@ -1,5 +1,7 @@
 """Choose the parameters of a student that learn, by kind; give their natural sizes."""
 
+from collections.abc import Collection
+from operator import mul
 from typing import cast
 
 from torch import nn
@@ -9,7 +11,7 @@ from qat.models.attention import SPARSE, load_sparse_attention
 from qat.models.stored_state import INPUT_SCALE, quantized_modules
 from qat.nn.lut_embedding import quant_tables
 from qat.nn.quant_linear import quant_linears
-from qat.nn.quant_weight import KIND_OF, LatentWeight
+from qat.nn.quant_weight import KIND_OF, LatentWeight, QuantWeight
 from qat.nn.sites import routers
 from qat.nn.swap import FEW_BITS
 from qat.quant.spec import role_of
@@ -86,19 +88,34 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
 def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
     """Return each learnable tensor's natural size, by which its learning rate is multiplied.
 
-    It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
-    The factors of an adapter may be zero: their size is that of factors whose product is as large
-    as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: the extension with sparse attention knows their size.
+    It is the root mean square, for latent weights times `latent_share`; one for a norm, whose
+    weight scales by itself or by one plus itself. The factors of an adapter may be zero: their size
+    is that of factors whose product is as large as the weight, so that a step at `lr_lora` moves
+    the weight by about that share of its own size. Gates may begin at zero: the extension with
+    sparse attention knows their size.
     """
     weights, parameters = quantized_modules(model), dict(model.named_parameters())
+    owners = {n: weights[n.rpartition(".")[0]] for n in by_kind.get("weights", ())}
+    share = latent_share(owners.values())
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: weights[name.rpartition(".")[0]].lora_size(),
-        "weights": lambda name: cast(LatentWeight, weights[name.rpartition(".")[0]]).latent_size(),
+        "weights": lambda name: cast(LatentWeight, owners[name]).latent_size() * share,
         "gates": lambda name: load_sparse_attention().natural_size(name, parameters[name]),
         # a bias, often zero, adds to logits
         "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
         **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
     }
     return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
+
+
+def latent_share(latents: Collection[QuantWeight]) -> float:
+    """Return the rate of latent weights as a share of that of 2 bits, at most 1.
+
+    It is the root mean square of the widths of their cells, which each bit halves: steps must not
+    shake the weights by more than the error that they mend. Tensors of more bits than the others
+    learn best at the common rate (speedrun/LOG.md).
+    """
+    counts = [each.out_features * each.in_features for each in latents]
+    squares = (4.0 ** (2 - each.spec.index_bits) for each in latents)
+    return min(1.0, (sum(map(mul, counts, squares)) / max(1, sum(counts))) ** 0.5)

@@ -121,13 +121,15 @@ class OptimConfig(StepConfig):
     """Settings of the optimizer: those of its steps, their number, and the learning rates.
 
     Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
-    root mean square that it started with, so one value serves models of any size.
+    root mean square that it started with, so one value serves models of any size. Latent weights
+    of more than 2 bits move less: half as far with each bit.
     """
 
     max_steps: Steps[Free[int]] = Field(1000, gt=0)
     """Optimizer steps."""
     lr: Rates[OneCourse[float]] = Field(1e-2, ge=0)
-    """Peak learning rate of the latent weights."""
+    """Peak learning rate of latent weights of up to 2 bits; each further bit of their mean halves
+    it."""
     lr_scales: Rates[OneCourse[float]] = Field(1e-3, ge=0)
     """Peak learning rate of the scales."""
     lr_codebook: Rates[OneCourse[float]] = Field(1e-3, ge=0)

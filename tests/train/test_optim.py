@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from families import build
-from quantized import SPECS, frozen_linear, tiny_quantized
+from quantized import SPECS, frozen_linear, latent_linear, tiny_quantized
 from tiny import tiny_model
 from torch import Tensor
 from train_case import config
@@ -23,7 +23,7 @@ from qat.quant.fit import fit_weight
 from qat.ranks import Ranks
 from qat.train.adamw import KernelAdamW, TorchAdamW
 from qat.train.config import TrainConfig
-from qat.train.learnable import learnable, natural_sizes, weights_in_scope
+from qat.train.learnable import latent_share, learnable, natural_sizes, weights_in_scope
 from qat.train.optim import Optimizer
 
 ALL = ("weights", "scales", "codebook", "norms")
@@ -148,6 +148,26 @@ def test_first_step_moves_each_kind_by_its_rate_times_its_size(tmp_path) -> None
         expected = torch.full_like(old, rate * rms(old))
         torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
     assert all(p.grad is None for p in optimizer.parameters.values())
+
+
+def test_each_bit_above_two_halves_a_step_of_latents_and_keeps_their_decay(tmp_path) -> None:
+    shares = {"lut1": 1.0, "ternary": 1.0, "lut3": 0.5, "pairs6": 0.5, "lut4_r1": 0.25}
+    for spec, share in shares.items():
+        for gradient, decay in ((-1.0, 0.0), (0.0, 0.5)):
+            optimizer = optimizer_of(student(spec), settings(tmp_path, weight_decay=decay))
+            latents = {n: p for n, p in optimizer.parameters.items() if n.endswith("_proj.weight")}
+            before = {name: p.detach().clone() for name, p in latents.items()}
+            step_with(optimizer, gradient)
+            for name, old in before.items():
+                step = torch.full_like(old, share * rms(old)) if gradient else -decay * old
+                moved = latents[name].detach() - old
+                torch.testing.assert_close(moved, 4e-2 * step, rtol=1e-3, atol=1e-6)
+
+
+def test_latents_of_mixed_bits_share_the_rate_of_their_mean_cell() -> None:
+    latents = [latent_linear(8, 48, SPECS["lut3"]), latent_linear(24, 48, SPECS["lut4"])]
+    assert latent_share(latents) == pytest.approx(((0.5**2 + 3 * 0.25**2) / 4) ** 0.5)
+    assert latent_share(latents[:1]) == 0.5
 
 
 def test_only_latent_weights_decay(tmp_path) -> None:
