@@ -1,5 +1,6 @@
 """Choose the parameters of a student that learn, by kind; give their natural sizes."""
 
+import logging
 from collections.abc import Collection
 from operator import mul
 from typing import cast
@@ -17,6 +18,8 @@ from qat.nn.swap import FEW_BITS
 from qat.quant.spec import role_of
 from qat.quant.weight import rms
 from qat.train.step_config import KINDS
+
+logger = logging.getLogger(__name__)
 
 WHY_NONE = {
     "gates": "the student's attention has no gates (it is dense, or its branches are merged): "
@@ -97,6 +100,8 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     weights, parameters = quantized_modules(model), dict(model.named_parameters())
     owners = {n: weights[n.rpartition(".")[0]] for n in by_kind.get("weights", ())}
     share = latent_share(owners.values())
+    if share < 1:
+        logger.info("latent weights learn at %.3g of --lr, the rate of 2 bits", share)
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: weights[name.rpartition(".")[0]].lora_size(),

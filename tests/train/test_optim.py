@@ -181,6 +181,13 @@ def test_only_latent_weights_decay(tmp_path) -> None:
         torch.testing.assert_close(optimizer.parameters[name].detach(), expected)
 
 
+def test_a_run_says_which_share_of_its_rate_it_takes(caplog) -> None:
+    model = student("lut4")
+    with caplog.at_level("INFO", logger="qat"):
+        natural_sizes(model, learnable(model, weights_in_scope(model, "e2e"), ("weights",)))
+    assert [record.args for record in caplog.records] == [(0.25,)]
+
+
 def test_rates_follow_the_schedule_and_start_sizes(tmp_path) -> None:
     chosen = settings(tmp_path, schedule="cosine", max_steps=10, min_lr_ratio=0.0)
     model = student()
