@@ -96,7 +96,8 @@ class ManyTensors:
         rates: Sequence[tuple[float, float]],
     ) -> None:
         device = tensors[0][0].device
-        counts = torch.tensor([parameter.numel() for parameter, *_ in tensors])
+        # the tables are made on the host, whatever the default device is
+        counts = torch.tensor([parameter.numel() for parameter, *_ in tensors], device="cpu")
         blocks = -(-counts // MANY_BLOCK)
         places = [[tensor.data_ptr() for tensor in each] for each in tensors]
         self._addresses = _on_device(places, device)
@@ -105,14 +106,15 @@ class ManyTensors:
         self.set_rates(rates)
         self._first = (blocks.cumsum(0) - blocks).int().to(device)
         """The first program of each tensor."""
-        self._owners = torch.arange(len(counts)).repeat_interleave(blocks).int().to(device)
+        owners = torch.arange(len(counts), device="cpu").repeat_interleave(blocks)
+        self._owners = owners.int().to(device)
         """The tensor of each program."""
         self._gradients: list[int] = []
         self._table = self._counts  # the addresses of the gradients, which the first step brings
 
     def set_rates(self, rates: Sequence[tuple[float, float]]) -> None:
         """Take these rates from now on; the host does not wait."""
-        self._rates = _on_device(rates, self._counts.device).float()
+        self._rates = _on_device(rates, self._counts.device, torch.float32)
 
     def step_(
         self,
@@ -145,9 +147,14 @@ def _are_aligned(addresses: Sequence[int]) -> bool:
     return all(address % 16 == 0 for address in addresses)
 
 
-def _on_device(numbers: Sequence[int] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
+def _on_device(
+    numbers: Sequence[int] | Sequence[Sequence[float]],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
     # from pinned memory the host does not wait for the copy
-    table = torch.tensor(numbers, pin_memory=torch.cuda.is_available())
+    is_pinned = torch.cuda.is_available()
+    table = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return table.to(device, non_blocking=True)
 
 
