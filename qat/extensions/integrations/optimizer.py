@@ -16,6 +16,9 @@ from qat.train.adamw import MOMENTS
 SETTINGS = itemgetter("betas", "eps", "amsgrad", "maximize", "capturable", "differentiable")
 """What all groups of one kernel have in common."""
 
+STATE = ("step", *MOMENTS)
+"""What the kernel needs of a parameter's state."""
+
 Rates = list[tuple[float, float]]
 """The learning rate of each tensor, and that times its weight decay."""
 
@@ -32,11 +35,7 @@ class AdamW(torch.optim.AdamW):
 
     _together: "_Together | None" = None
     _places: list[int] | None = None
-    """The number of states and the addresses for which `_together` was made."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._places = None  # the moments may be others
+    """The addresses for which `_together` was made."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,17 +75,24 @@ class AdamW(torch.optim.AdamW):
             and all(type(p) in {Tensor, nn.Parameter} for p in parameters)
             and all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
             and len({p.device for p in parameters}) == 1
+            # PyTorch moves a tensor twice that a group holds twice, and the kernel would at once
+            and len({*map(id, parameters)}) == len(parameters)
         )
 
     def _gathered(self, parameters: Sequence[Tensor], rates: Rates) -> "_Together":
         """Return the tables of the kernel, anew if a tensor is elsewhere."""
-        places = [len(self.state), *(p.data_ptr() for p in parameters)]
-        if self._together is None or places != self._places:
+        if self._together is None or self._addresses(parameters) != self._places:
             for group in self.param_groups:
                 group["fused"] = True  # PyTorch too has the steps of such groups on the GPU
             self._together = _Together([self.state[p] for p in parameters], parameters, rates)
-            self._places = [len(self.state), *places[1:]]
+            self._places = self._addresses(parameters)
         return self._together
+
+    def _addresses(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Return where the parameters and their states lie: loops reset states and move them."""
+        known = [(p, self.state.get(p, {})) for p in parameters]
+        states = [state[name] for _, state in known for name in STATE if name in state]
+        return [tensor.data_ptr() for tensor in (*parameters, *states)]
 
 
 class _Together:
@@ -95,14 +101,17 @@ class _Together:
     def __init__(
         self, states: Sequence[dict[str, Tensor]], parameters: Sequence[Tensor], rates: Rates
     ) -> None:
-        device, none = parameters[0].device, torch.zeros(())
+        device = parameters[0].device
+        none = torch.zeros((), device=device)
         steps = [state.get("step", none).to(device, torch.float32) for state in states]
         self._counts = torch.stack(steps)
         self._steps = self._counts.unbind()
         for state, p, step in zip(states, parameters, self._steps, strict=True):
             state["step"] = step  # an element of the counts
             for name in MOMENTS:
-                state[name] = state[name].contiguous() if name in state else torch.zeros_like(p)
+                # a state may have stayed where its model was, or in the dtype that it had
+                moment = state[name].to(p).expand_as(p) if name in state else torch.zeros_like(p)
+                state[name] = moment.contiguous()
         # the kernel knows addresses alone, so that the moments must be kept
         self._tensors = [
             (p.detach(), *(state[name] for name in MOMENTS))
