@@ -99,7 +99,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     """
     weights, parameters = quantized_modules(model), dict(model.named_parameters())
     owners = {n: weights[n.rpartition(".")[0]] for n in by_kind.get("weights", ())}
-    share = latent_share(owners.values())
+    share = latent_share(owners.values()) if owners else 1.0
     if share < 1:
         logger.info("latent weights learn at %.3g of --lr, the rate of 2 bits", share)
     size_of = {
@@ -123,4 +123,4 @@ def latent_share(latents: Collection[QuantWeight]) -> float:
     """
     counts = [each.out_features * each.in_features for each in latents]
     squares = (4.0 ** (2 - each.spec.index_bits) for each in latents)
-    return min(1.0, (sum(map(mul, counts, squares)) / max(1, sum(counts))) ** 0.5)
+    return min(1.0, (sum(map(mul, counts, squares)) / sum(counts)) ** 0.5)

@@ -77,9 +77,10 @@ class Optimizer:
         self.hosted = {name: each for name, each in learning if isinstance(each, HostedWeight)}
         """Owners of parameters whose values are on the host."""
         self._tables = {name for name, each in learning if isinstance(each, QuantTable)}
-        self.sizes = natural_sizes(model, by_kind)
-        if state:  # a resumed run keeps its original sizes
+        if state:  # a resumed run keeps its original sizes, and the rates that it began with
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
+        else:
+            self.sizes = natural_sizes(model, by_kind)
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
         here = backend.on(self._device)

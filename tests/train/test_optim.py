@@ -181,11 +181,17 @@ def test_only_latent_weights_decay(tmp_path) -> None:
         torch.testing.assert_close(optimizer.parameters[name].detach(), expected)
 
 
-def test_a_run_says_which_share_of_its_rate_it_takes(caplog) -> None:
-    model = student("lut4")
+def test_a_run_says_which_share_of_its_rate_it_takes(tmp_path, caplog) -> None:
+    model, chosen = student("lut4"), settings(tmp_path)
     with caplog.at_level("INFO", logger="qat"):
-        natural_sizes(model, learnable(model, weights_in_scope(model, "e2e"), ("weights",)))
-    assert [record.args for record in caplog.records] == [(0.25,)]
+        state = optimizer_of(model, chosen, ("weights",)).state()
+        assert [record.args for record in caplog.records] == [(0.25,)]
+        optimizer_of(model, chosen, ("scales",))  # which have no such share
+        names = learnable(model, weights_in_scope(model, chosen.scope), ("weights",))
+        state |= {name: 4 * size for name, size in state.items() if name.startswith("size.")}
+        resumed = Optimizer(model, names, chosen, state)  # of a run that began at the whole rate
+    assert len(caplog.records) == 1
+    assert resumed.sizes == {name: state[f"size.{name}"].item() for name in resumed.parameters}
 
 
 def test_rates_follow_the_schedule_and_start_sizes(tmp_path) -> None:
