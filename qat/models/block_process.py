@@ -45,7 +45,7 @@ def blocks_apart(config: CacheConfig, settings: CacheSettings) -> Iterator[Itera
         CacheError: the process was killed.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(path=sys.path)],
+        [sys.executable, "-c", CHILD.format(path=[*map(str, sys.path)])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C must not reach the child
@@ -110,6 +110,7 @@ def serve() -> None:
         pipe.enqueue(None)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         error.add_note("".join(format_exception(error)))  # else the traceback of a bug is lost
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - prints here an error that cannot be sent
         pipe.enqueue(error)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -64,6 +65,8 @@ def test_the_cache_is_that_of_one_process(tmp_path, monkeypatch, started) -> Non
     told = build("one")
     assert "row 101 is not JSON" in told
     monkeypatch.setattr(CpuBackend, "batches_ahead", 1)
+    # which Python ignores there
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path / "a 'folder' {of} mine"])
     assert build("two") == told
     assert 2 < len(read_manifest(tmp_path / "two").shards)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
@@ -94,6 +97,30 @@ raise SystemExit(3)
     ):
         next(found)
     assert started[0].returncode == 3 and "a line" in caplog.messages
+
+
+@pytest.mark.slow
+def test_an_error_that_cannot_be_sent_is_printed(monkeypatch, capfd) -> None:
+    child = """
+class Odd(Exception):
+    def __init__(self, *, why):
+        super().__init__(why)
+def fail(*_):
+    raise Odd(why="the hub is away")
+from qat.models import block_process
+block_process.open_source = fail
+block_process.serve()
+"""
+    monkeypatch.setattr(
+        block_process, "CHILD", block_process.CHILD.removesuffix("serve()\n") + child
+    )
+    config = CacheConfig(teacher="t", data="stdlib", **FEW)
+    with (
+        pytest.raises(CacheError, match="ended with status 1"),
+        blocks_apart(config, config.settings("plain")) as found,
+    ):
+        next(found)
+    assert "Odd: the hub is away" in capfd.readouterr().err
 
 
 @pytest.mark.slow
