@@ -101,7 +101,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     owners = {n: weights[n.rpartition(".")[0]] for n in by_kind.get("weights", ())}
     share = latent_share(owners.values()) if owners else 1.0
     if share < 1:
-        logger.info("latent weights learn at %.3g of --lr, the rate of 2 bits", share)
+        logger.info("latent weights learn at %.3g of --lr, which is the rate of 2 bits", share)
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: weights[name.rpartition(".")[0]].lora_size(),
