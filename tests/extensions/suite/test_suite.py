@@ -306,7 +306,7 @@ def test_programs_pass_their_tests_and_answers_that_are_there_are_not_asked(
     assert found["agreement"]["value"] == 0.5
 
 
-def test_word_problems_take_the_last_number(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_word_problems_take_the_last_box_or_number(place: Path, tmp_path: Path) -> None:
     rows = [{"question": w, "answer": f"so\n#### {n},000"} for n, w in enumerate(WORDS[:3])]
     lines(tmp_path / "train.jsonl", rows)
     suite, out = f"gsm8k={tmp_path / 'train.jsonl'}", tmp_path / "out"
@@ -314,11 +314,16 @@ def test_word_problems_take_the_last_number(place: Path, tmp_path: Path, monkeyp
     judge_suite(str(place / "student"), config)
     path = out / "answers" / "gsm8k.student.jsonl"
     first, *kept = read(path)
-    for row, text in zip(kept, ("2 and 0 #### 0,000", "it is $1000.", "1000"), strict=True):
-        row["text"] = text
-    lines(path, [first, *kept])
-    found = judge_suite(str(place / "student"), config)["tasks"]["gsm8k"]
-    assert found["student"]["value"] == pytest.approx(2 / 3)
+    boxed = r"\boxed{5} and then \[\boxed{\$1{,}000.00}\] for 2 days..."
+    for texts, right in (
+        (("2 and 0 #### 0,000", "it is $1000.", "1000"), 2),
+        (("7 and 0000", boxed, r"\boxed{2000.}, so 3 a day"), 3),
+    ):
+        for row, text in zip(kept, texts, strict=True):
+            row["text"] = text
+        lines(path, [first, *kept])
+        found = judge_suite(str(place / "student"), config)["tasks"]["gsm8k"]
+        assert found["student"]["value"] == pytest.approx(right / 3)
 
 
 def begun(place: Path, out: Path) -> SuiteSettings:
