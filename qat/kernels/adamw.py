@@ -12,6 +12,7 @@ is lost every time. Rounded up with the probability of the cut-off part, it is k
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -96,7 +97,6 @@ class ManyTensors:
         rates: Sequence[tuple[float, float]],
     ) -> None:
         device = tensors[0][0].device
-        # the tables are made on the host, whatever the default device is
         counts = torch.tensor([parameter.numel() for parameter, *_ in tensors], device="cpu")
         blocks = -(-counts // MANY_BLOCK)
         places = [[tensor.data_ptr() for tensor in each] for each in tensors]
@@ -114,7 +114,7 @@ class ManyTensors:
 
     def set_rates(self, rates: Sequence[tuple[float, float]]) -> None:
         """Take these rates from now on; the host does not wait."""
-        self._rates = _on_device(rates, self._counts.device, torch.float32)
+        self._rates = _on_device(rates, self._counts.device).float()
 
     def step_(
         self,
@@ -147,14 +147,10 @@ def _are_aligned(addresses: Sequence[int]) -> bool:
     return all(address % 16 == 0 for address in addresses)
 
 
-def _on_device(
-    numbers: Sequence[int] | Sequence[Sequence[float]],
-    device: torch.device,
-    dtype: torch.dtype = torch.int64,
-) -> Tensor:
-    # from pinned memory the host does not wait for the copy
-    is_pinned = torch.cuda.is_available()
-    table = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_pinned)
+def _on_device(numbers: Sequence[int] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    # NumPy knows no default device or dtype; from pinned memory the host does not wait for the copy
+    table = torch.from_numpy(np.array(numbers))
+    table = table.pin_memory() if torch.cuda.is_available() else table
     return table.to(device, non_blocking=True)
 
 
