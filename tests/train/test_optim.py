@@ -185,7 +185,7 @@ def test_a_run_says_which_share_of_its_rate_it_takes(tmp_path, caplog) -> None:
     model, chosen = student("lut4"), settings(tmp_path)
     with caplog.at_level("INFO", logger="qat"):
         state = optimizer_of(model, chosen, ("weights",)).state()
-        assert [record.args for record in caplog.records] == [(0.25,)]
+        assert ["0.25" in record.getMessage() for record in caplog.records] == [True]
         optimizer_of(model, chosen, ("scales",))  # which have no such share
         names = learnable(model, weights_in_scope(model, chosen.scope), ("weights",))
         state |= {name: 4 * size for name, size in state.items() if name.startswith("size.")}
