@@ -1,4 +1,4 @@
-"""Read, tokenise and pack the text of a cache in a process of its own.
+"""A child process that reads, tokenises and packs the text of a cache.
 
 Python runs one thread of a process at a time. A thread that tokenises beside the one that launches
 the teacher's kernels delays every operator, by up to 5 ms, and the device runs out of work.

@@ -43,13 +43,14 @@ from qat.nn.step import form_weights
 from qat.quant.kv import PackedHeads
 
 STEPS, MANY_SLOTS = 4, 1024
-"""Number of steps of a round, which is doubled from so many slots on.
+"""The number of decoding steps between two checks for finished rows, and the number of slots from
+which on it is doubled.
 
-In a large batch rows end in every round, and the host launches the prefill of those that follow
-kernel by kernel. For 24 layers that took it 15 ms beside an idle machine, and up to 50 ms where
-other processes shared its cores; 4 steps and a prefill take an H200 38 ms at 1,536 slots. A slot is
-idle from the end of its row to the end of the next round: for rows of 205 tokens that is 2.6% of
-all steps in rounds of 4, and 5.3% in rounds of 8.
+In a large batch some rows end in every round, and the host launches the prefill of the rows that
+replace them kernel by kernel. Two profiles of 24 layers show about 15 and 50 ms for that; in the
+second one other processes shared the cores. Four steps and a prefill keep an H200 busy for 38 ms at
+1,536 slots. A slot is idle from the end of its row to the end of the next round: in a simulation of
+rows of 205 tokens that is 2.6% of all steps in rounds of 4, and 5.3% in rounds of 8.
 """
 PREFILL_TOKENS = 2**14
 """Maximum number of prompt tokens in one prefill."""
@@ -297,8 +298,8 @@ class SlotSnapshot(NamedTuple):
 
     turn: int
     state: Tensor
-    """Of each slot the remaining and the drawn number of new tokens, and the new tokens of as many
-    steps as a round has, `(B, 2 + steps)`; a row of fewer repeats its first one in front."""
+    """For each slot the number of new tokens that remain, the number that were drawn, and the latest
+    `steps` new tokens, `(B, 2 + steps)`; a slot with fewer repeats its first one before them."""
     wait: Callable[[], None]
     """Waits for the copy; call it before reading `state`."""
 

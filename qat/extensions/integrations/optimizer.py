@@ -14,10 +14,10 @@ from qat.kernels.dispatch import use_triton
 from qat.train.adamw import MOMENTS
 
 SETTINGS = itemgetter("betas", "eps", "amsgrad", "maximize", "capturable", "differentiable")
-"""What all groups of one kernel have in common."""
+"""A function that returns those settings of a group that all groups of one kernel must share."""
 
 STATE = ("step", *MOMENTS)
-"""What the kernel needs of a parameter's state."""
+"""The entries of a parameter's state that the kernel reads and writes."""
 
 Rates = list[tuple[float, float]]
 """The learning rate of each tensor, and that times its weight decay."""
@@ -39,7 +39,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, and return the loss of `closure`, which computes the gradients anew."""
+        """Take one step, and return the loss of `closure`, which recomputes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,7 +80,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _gathered(self, parameters: Sequence[Tensor], rates: Rates) -> "_Together":
-        """Return the tables of the kernel, anew if a tensor is elsewhere."""
+        """Return the kernel's tables of addresses; rebuild them if a tensor has moved."""
         if self._together is None or self._addresses(parameters) != self._places:
             for group in self.param_groups:
                 group["fused"] = True  # PyTorch too has the steps of such groups on the GPU
