@@ -298,7 +298,7 @@ class SlotSnapshot(NamedTuple):
 
     turn: int
     state: Tensor
-    """For each slot the number of new tokens that remain, the number that were drawn, and the latest
+    """For each slot the number of new tokens that remain, the number that were drawn, and the last
     `steps` new tokens, `(B, 2 + steps)`; a slot with fewer repeats its first one before them."""
     wait: Callable[[], None]
     """Waits for the copy; call it before reading `state`."""
