@@ -49,6 +49,7 @@ from qat.extensions.lab.baselines.uniform import (
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import CACHE, decoder_layers, linear_names
 from qat.quant.error_feedback import damped
+from qat.quant.spec import role_of
 
 TRAINED = tuple(name for name in METHODS if name not in (*PTQ, "edgerazor"))
 """Trained methods whose library is always installed."""
@@ -180,6 +181,22 @@ def test_training_comes_nearer_to_the_teacher(cache: TeacherCache, method: str, 
     assert kl(trained.model, cache) < before
     assert trained.steps == 30 and trained.seconds > 0 and trained.peak_gib > 0
     assert all(type(m) is nn.Linear for m in _linears(trained.model))
+
+
+def test_mlps_alone_learn_as_in_the_references_recipe(cache: TeacherCache) -> None:
+    job = BaselineJob.of(teacher(), cache, settings(mlp_only=True, min_lr_ratio=0.5, lr=1e-2))
+    training = TRAINERS["reference"](job)
+    before = training.deploy()
+    training.step([job.batch(0)], 2)
+    moved = {
+        name: not torch.equal(before[name].weight, now.weight)
+        for name, now in training.deploy().items()
+    }
+    assert (
+        {name for name, has_moved in moved.items() if has_moved}
+        == {name for name in job.names if role_of(name) == "mlp"}
+        != set(job.names)
+    )
 
 
 def _linears(student: LanguageModel) -> list[nn.Module]:
@@ -419,6 +436,7 @@ def test_what_a_user_gets_wrong_is_one_line(
         (lambda: train("gptq"), "method=gptq, but there are no calibration batches"),
         (lambda: train("rtn", group_size=24), "group_size=24 does not divide rows of 32"),
         (lambda: train("rtn", kv="int8"), "kv=int8 is given for method=rtn, expected method=edger"),
+        (lambda: train("rtn", mlp_only=True), "mlp_only=true is given for method=rtn, expected"),
         (lambda: train("gptq", activations="int8"), "activations=int8 is given for method=gptq"),
         (lambda: train("efficientqat", loss="jsd"), "loss=jsd, but the baselines know"),
     ]

@@ -38,6 +38,8 @@ class BaselineSettings(Settings):
     """Peak learning rate of AdamW; by default the method's own, for the reference as published."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up; by default 100 for the reference and 50 for the others."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of the peak learning rate at the end of the cosine schedule."""
     seed: int = Field(0, ge=0)
     """Seed of the data order, as in `qat train`, and of random initial values."""
     loss: str = "tail"
@@ -45,6 +47,9 @@ class BaselineSettings(Settings):
     start: Literal["q4", "full_rank"] = "q4"
     """Initial state of the reference: 4 bits at rank 4 and then its converter, or its converter's
     table over scales of the full rank."""
+    mlp_only: bool = False
+    """Train the reference's scales in the MLPs alone, as its recipe SR-002 does; those in attention
+    keep their initial values."""
     factored: bool = True
     """True multiplies rank by rank, as the reference does; false forms the weight first, which
     gives the same numbers faster."""
@@ -80,8 +85,13 @@ class BaselineSettings(Settings):
 
         Raises:
             ConfigError: inputs, keys or values are to be rounded by a method that rounds only
-                weights.
+                weights, or the MLPs are to be trained alone by one that trains all linears.
         """
+        if self.mlp_only and method != "reference":
+            raise ConfigError(
+                f"mlp_only=true is given for method={method}, expected method=reference, which "
+                "alone can leave attention as it is; leave it out"
+            )
         for name in ("activations", "kv"):
             value = getattr(self, name)
             if value is not None and method != "edgerazor":

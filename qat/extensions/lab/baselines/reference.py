@@ -208,7 +208,10 @@ def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRa
 
 
 def reference_training(job: BaselineJob) -> PreparedTraining:
-    """Prepare training of the scales of all linears; levels and tables stay as initialized."""
+    """Prepare training of the scales of all linears, or with `mlp_only` of those in MLPs.
+
+    Levels and tables stay as initialized.
+    """
     settings, learning = job.settings, []
     kind = RankByRank if settings.factored else Formed
     generator = torch.Generator().manual_seed(settings.seed)
@@ -217,7 +220,8 @@ def reference_training(job: BaselineJob) -> PreparedTraining:
         Q, scale = start_of(linear.weight.detach(), name, settings, generator)
         module = kind(Q, scale, None if linear.bias is None else linear.bias.detach())
         replace_module(job.model, name, module)
-        learning += module.parameters()
+        if not settings.mlp_only or role_of(name) == "mlp":
+            learning += module.parameters()
     head = job.model.get_output_embeddings().weight.detach().to(job.dtype)
     step = job.step(
         learning,

@@ -145,7 +145,6 @@ def _kl(log_p: Tensor, log_q: Tensor, temperature: float) -> Tensor:
 HiddenLoss = Callable[[Tensor, Targets], Tensor]
 Change = Callable[[PreTrainedModel], None]  # replaces or wraps modules of a model
 MAX_GRAD_NORM = 1.0
-MIN_LR_RATIO = 0.1  # of the peak, at the end of the cosine schedule
 
 
 class PlainStep:
@@ -446,7 +445,7 @@ class BaselineJob:
             lr_share,
             schedule="cosine",
             warmup_steps=settings.warmup_steps,
-            min_ratio=MIN_LR_RATIO,
+            min_ratio=settings.min_lr_ratio,
         )
         return PlainStep(
             self.model,
