@@ -102,6 +102,9 @@ class SparseAttention(Protocol):
     def measure(self, student: Any, batch: Any) -> dict[str, object]:
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
+    def count_reads(self, student: Any, batch: Any, event: Any) -> dict[str, float]:
+        """Return what the selections of a step read and should; report a difference to `event`."""
+
     def checks(self, layers: list[dict[str, Any]]) -> Iterable[Any]:
         """Return health checks of a run whose layers measure so."""
 
@@ -111,11 +114,7 @@ class SparseAttention(Protocol):
     def findings(
         self, learn: str, student: PreTrainedConfig, length: int, backend: Backend
     ) -> Iterable[Any]:
-        """Return preflight findings about a run on sequences of `length`.
-
-        Raises:
-            ConfigError: the requested implementation does not support them.
-        """
+        """Return preflight findings about rows of `length`; raise what `choose_backend` does."""
 
     def run_benchmark(
         self, config: Settings, out: Path | None

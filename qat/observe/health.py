@@ -246,7 +246,10 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 def _sparse(run: TrainingRun) -> Iterable[Check]:
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
-    return load_sparse_attention().checks(layers) if layers else ()
+    if not layers:
+        return ()
+    counted = _events(run, "blocks_read", "blocks read in steps", "bad")
+    return *load_sparse_attention().checks(layers), counted
 
 
 def _at(steps: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ Shapes: N sequences, S positions.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -36,7 +36,8 @@ from qat.train.config import TrainConfig
 SAMPLE_TOKENS = 32
 """Length of each evaluation's sample: short enough for a log line."""
 LOOKED_AT = 2
-"""Sequences for measuring sparse attention, which costs as much as dense attention."""
+"""Sequences for measuring sparse attention, which costs as much as dense attention, and for
+counting what it reads in a logged step."""
 CHUNK = 256
 """Held-out sequences read at a time while searching for those of the evaluation."""
 CODES_PREFIX = "codes."
@@ -94,6 +95,10 @@ def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:
         batch = cache.batch(range(start, min(start + CHUNK, total)), "held_out", targets=())
         parts = (batch.input_ids, batch.position_ids, batch.mask.long())
         yield from np.stack([part.numpy() for part in parts], axis=1)  # (B, 3, S), row by row
+
+
+def _looked_at(batch: Batch) -> TokenBatch:
+    return TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
 
 
 def _end(row: np.ndarray) -> int:
@@ -157,10 +162,25 @@ class Judge:
         sparse = sparse_attention(self.student.model)
         if sparse is None:
             return {}
-        batch = next(next(iter(self._by_source().values())))
-        tokens = TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
+        tokens = _looked_at(next(next(iter(self._by_source().values()))))
         with as_written(self.student.model):
             return sparse.measure(self.student, tokens)
+
+    def count_reads(
+        self, batch: Batch, dtype: torch.dtype, event: Callable[..., None]
+    ) -> dict[str, float]:
+        """Count what sparse attention reads in the first rows of a step; empty for dense attention.
+
+        The student runs once more on these rows, uncompiled, with the weights of this moment.
+        All ranks call this together: each layer's weights may be gathered as it runs. The first
+        difference from the prediction is passed to `event`, as a kind and facts.
+        """
+        sparse, device = sparse_attention(self.student.model), on(self.student.device)
+        if sparse is None:
+            return {}
+        tracing = device.tracing.compiling("the count of blocks read")
+        with device.autocast(dtype), tracing, as_written(self.student.model):
+            return sparse.count_reads(self.student, _looked_at(batch), event)
 
     def _by_source(self) -> dict[str, Iterator[Batch]]:
         judged = self.judged or Judged.first(self.cache, self.num_sequences)

@@ -137,7 +137,7 @@ class Trainer:
                         batches = self._with_rollouts(batches)
                         stop = self.stops.requested(self.step)
                         result = self.take_step(batches, self.step, stop=stop)
-                        self._follow(result, ticker)
+                        self._follow(result, batches[0], ticker)
                     self.saver.finish()
                 except CheckpointError as error:  # a background save failed
                     self._pulse.event("save_failed", error=str(error))
@@ -229,7 +229,7 @@ class Trainer:
                 facts["step_compile_s"],
             )
 
-    def _follow(self, result: StepResult, ticker: Ticker) -> None:
+    def _follow(self, result: StepResult, batch: Batch, ticker: Ticker) -> None:
         """Count a finished step; log, evaluate, save or stop if due."""
         self.step += 1
         self._pulse.stepped(self.step, result.positions, result.grad_norm)
@@ -239,7 +239,7 @@ class Trainer:
             numbers = self._read(result)
             self._check_finite(numbers)
         if is_logged:
-            ticker.note(self._log(numbers))
+            ticker.note(self._log(numbers, batch))
         else:
             self._pulse.beat_if_due(self.step, self.take_step.compile_facts)
         ticker.advance()
@@ -302,24 +302,24 @@ class Trainer:
         means = {f"{name}_nats": mean(name, part) for name, part in by_name}
         return _StepNumbers(means, own, valid, norm, math.isfinite(means["loss_nats"] + nan_flag))
 
-    def _log(self, numbers: "_StepNumbers") -> str:
+    def _log(self, numbers: "_StepNumbers", batch: Batch) -> str:
         """Write the step's metrics and heartbeat; return the text of the progress line."""
-        means = numbers.means
+        means, grad_norm = numbers.means, numbers.grad_norm
+        reads = self.judge.count_reads(batch, self.dtype, self._pulse.event)
         if self._metrics is not None:
             self._metrics.write(
                 kind="train",
                 step=self.step,
                 **means,
-                grad_norm=numbers.grad_norm,
+                grad_norm=grad_norm,
                 lr_share=self.optimizer.lr_share(self.step - 1),
                 valid_tokens=numbers.valid_tokens,
                 **numbers.own_metrics,
+                **reads,
             )
+        facts = self.take_step.compile_facts() | reads
         tokens_per_s = self._pulse.beat(
-            self.step,
-            loss_nats=means["loss_nats"],
-            grad_norm=numbers.grad_norm,
-            facts=self.take_step.compile_facts(),
+            self.step, loss_nats=means["loss_nats"], grad_norm=grad_norm, facts=facts
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 

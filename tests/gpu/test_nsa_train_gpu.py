@@ -56,6 +56,8 @@ def test_gates_learn_beside_codes(
     assert last["kl_tail_nats"] < first["kl_tail_nats"]
     assert last["nsa_selected_frac"] < first["nsa_selected_frac"] == 1.0
     assert 0 < last["nsa_recall_least_frac"] < 1 and last["nsa_fallbacks"] == 0
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert all(line["nsa_blocks_read"] == line["nsa_blocks_predicted"] > 1 for line in steps)
     beats = read_json_lines(tmp_path / "run" / "heartbeat-rank0.jsonl")
     assert beats[-1]["fallback"] is None and beats[-1]["compiled"] == (is_compiled == "on")
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from qat.extensions.nsa.attention import Call, NSAAttention
 from qat.extensions.nsa.kernels import reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, select
+from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, past_blocks, select
 from qat.extensions.nsa.swap import attending_with, nsa_config, nsa_modules
 from qat.logs import progress
 from qat.models.attention import LayerFit
@@ -290,10 +290,7 @@ def block_counts(
 ) -> tuple[float, float, float]:
     """Return `blocks_read`, `blocks_predicted` and `full_frac` of a selection `(B, K, T, N)`."""
     read = selection.sum(-1).float()
-    leaders = torch.arange(0, inputs.length, config.select_tile, device=selection.device)
-    first = inputs.document_starts()[:, leaders] // config.select_block
-    past = leaders // config.select_block + config.tile_blocks - first  # (B, T)
-    predicted = past.clamp(max=config.num_selected).float()
+    predicted = past_blocks(inputs, config).clamp(max=config.num_selected).float()  # (B, T)
     is_full = (read >= config.num_selected).float()
     return (read.mean().item(), predicted.mean().item(), is_full.mean().item())
 

@@ -6,7 +6,7 @@ generates needs neither the fit nor the benchmark.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,15 @@ def measure(student: LanguageModel, batch: TokenBatch) -> dict[str, object]:
     numbers = health_numbers(attention_health(student, batch))
     warn(student.model, numbers["nsa_layers"])
     return numbers
+
+
+def count_reads(
+    student: LanguageModel, batch: TokenBatch, event: Callable[..., None]
+) -> dict[str, float]:
+    """Return the mean number of blocks that a query reads, and that is predicted, on a batch."""
+    from qat.extensions.nsa.reads import step_numbers
+
+    return step_numbers(student, batch, event)
 
 
 def checks(layers: list[dict[str, Any]]) -> Iterable[Check]:

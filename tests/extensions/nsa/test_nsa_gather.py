@@ -6,9 +6,10 @@ from nsa_case import documents, nsa_inputs, small
 from torch import Tensor
 
 from qat.errors import ConfigError
-from qat.extensions.nsa.kernels import gather, reference
+from qat.extensions.nsa.kernels import gather, reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, select
+from qat.extensions.nsa.reads import predicted_blocks
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels")
@@ -43,6 +44,25 @@ def test_the_kernel_chooses_what_the_reference_does(
         found = gather.chosen(inputs, config)
         wanted = gather.ranks_of(select(inputs, config), inputs, config)
         assert torch.equal(found, wanted), length
+
+
+def test_what_the_kernel_chooses_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(**APART, num_selected=3)
+    inputs = nsa_inputs(config, 83, first=documents(83), dtype=torch.float32)
+    predicted = predicted_blocks(inputs, config)[:, None].expand(2, 2, 83)
+    assert torch.equal(gather.read_by_query(inputs, config), predicted)
+    choose = gather.chosen
+
+    def chosen(*args: object) -> Tensor:
+        ranks = choose(*args)
+        ranks[0, 1, 30] = 0
+        return ranks
+
+    monkeypatch.setattr(gather, "chosen", chosen)
+    monkeypatch.setattr(router, "select", None)  # the kernel alone selects
+    out, read = router.attend_counted(inputs, config, router.Route("auto", "gather", ""))
+    assert (read != predicted).nonzero().tolist() == [[0, 0, 30]]
+    assert torch.equal(out, gather.attend(inputs, config))
 
 
 def test_ties_go_to_the_lower_block() -> None:

@@ -88,16 +88,26 @@ def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -
     return combine(inputs.gates, compressed, found, window)
 
 
+def has_kernel(config: NSAConfig) -> bool:
+    """Return whether a kernel selects: pooled blocks are apart, and each query selects its own."""
+    is_apart = config.compress_block == config.compress_stride
+    is_power = not config.compress_stride & (config.compress_stride - 1)
+    return is_apart and is_power and config.select_tile == 1
+
+
+def read_by_query(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """Return the number of blocks that the kernel selects for each query, `(B, K, S)`."""
+    ranks = chosen(flex.of_one_dtype(inputs), config)
+    return (ranks > 0).sum(1).unflatten(0, (len(inputs.query), -1))
+
+
 @torch.no_grad()
 def chosen(inputs: Inputs, config: NSAConfig) -> Tensor:
     """Return `(R, N, S)` uint8: a block's rank among those a query selects; 0: not selected.
 
-    A kernel computes it if pooled blocks do not overlap and each query selects its own, otherwise
-    `select` does.
+    A kernel computes it if `has_kernel`, otherwise `select` does.
     """
-    is_apart = config.compress_block == config.compress_stride
-    is_power = not config.compress_stride & (config.compress_stride - 1)
-    if not (is_apart and is_power and config.select_tile == 1):
+    if not has_kernel(config):
         return ranks_of(select(inputs, config), inputs, config)
     scoring = scoring_keys(inputs.key, inputs.pooled_key, config).flatten(0, 1)
     query = inputs.query.unflatten(1, (-1, inputs.group)).flatten(0, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from qat.errors import ConfigError
 from qat.extensions.nsa.kernels import reference
 from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.select import Inputs, select
+from qat.extensions.nsa.kernels.select import Inputs, past_blocks, select
 from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
 
@@ -134,6 +134,23 @@ def attend(
     if selection is None:
         selection = select(inputs, config)
     return reference.attend(inputs, selection, config)
+
+
+def attend_counted(inputs: Inputs, config: NSAConfig, route: Route) -> tuple[Tensor, Tensor]:
+    """Return what `attend` returns, and the number of blocks in each selection, `(B, K, T)`.
+
+    The selection is the backend's own; dense attention reads every block of the past.
+    """
+    if route.backend == "dense":
+        past = past_blocks(inputs, config)[:, None]
+        return attend(inputs, config, route), past.expand(*inputs.key.shape[:2], -1)
+    if route.backend == "gather":
+        from qat.extensions.nsa.kernels import gather
+
+        if gather.has_kernel(config):
+            return attend(inputs, config, route), gather.read_by_query(inputs, config)
+    selection = select(inputs, config)
+    return attend(inputs, config, route, selection), selection.sum(-1)
 
 
 def _refusal(

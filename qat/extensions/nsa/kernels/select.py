@@ -152,6 +152,16 @@ def select(inputs: Inputs, config: NSAConfig) -> Tensor:
     return highest(scores, config.num_selected)
 
 
+def past_blocks(inputs: Inputs, config: NSAConfig) -> Tensor:
+    """Return the number of blocks of its document so far that each tile may read, `(B, T)`.
+
+    B is 1 without documents.
+    """
+    leaders = torch.arange(0, inputs.length, config.select_tile, device=inputs.query.device)
+    first = inputs.document_starts()[:, leaders] // config.select_block
+    return leaders // config.select_block + config.tile_blocks - first
+
+
 def importance(
     query: Tensor,
     keys: Tensor,
