@@ -37,6 +37,7 @@ from qat.logs import configure
 from qat.models.language_model import LanguageModel
 
 app = App(help=__doc__)
+DEFAULT_LENGTH = 64
 SLOW_STEPS = {"steps": 2, "warmup": 1}
 """Measured and warm-up steps of the reference, each of which takes seconds."""
 
@@ -82,6 +83,7 @@ RATIOS = {
     Figure("frozen_exact_over_plain", "x", ">= 1.15"): ("frozen_exact", "plain_compiled"),
     Figure("latent_exact_over_plain", "x", ">= 0.95"): ("latent_exact", "plain_compiled"),
     Figure("over_reference", "x", ">= 50"): ("frozen_candidates_504", "reference_504"),
+    Figure("latent_step_over_torchao", "x", ""): ("latent_levels", "torchao_int2"),
     # of times, so the case without comes first
     Figure("table_step_ratio", "x", "<= 1.15"): ("latent_exact", "latent_tables"),
     Figure("vector_step_over_scalar", "x", "<= 1.08"): ("latent_levels", "latent_vectors"),
@@ -90,6 +92,8 @@ RATIOS = {
         for kind in INPUTS
     },
 }
+GOALS = {"frozen_exact_over_plain_512": ">= 1.25"}
+"""Goals of figures at other lengths than 64 tokens, whose names end in that length."""
 
 
 @app.default
@@ -102,7 +106,7 @@ def measure(
     rounds: int = 2,
     steps: int = 20,
     batch_size: int = 512,
-    seq_len: int = 64,
+    seq_len: int = DEFAULT_LENGTH,
 ) -> None:
     """Write rows, a table and figures to OUT.
 
@@ -144,6 +148,7 @@ class Turns:
         self._setting = setting
         self._frozen = frozen
         self._shape = shape
+        self.seq_len = setting.config.seq_len
         frozen.model.to("cpu")
         self.runners: dict[str, Cases] = {}
         self.timings: dict[str, list[Timing]] = defaultdict(list)
@@ -204,14 +209,22 @@ def report(turns: Turns, cases: Sequence[Case], results: Results) -> None:
         results.add(**row)
     results.finish()
     show(rows, ("Case", "case", "{}"))
-    path = results.path / "figures.jsonl"
+    path, length = results.path / "figures.jsonl", turns.seq_len
+
+    def named(figure: Figure) -> Figure:
+        if length == DEFAULT_LENGTH:
+            return figure
+        name = f"{figure.name}_{length}"
+        return Figure(name, figure.unit, GOALS.get(name, ""))
+
     for case in cases:
         if case.goal and turns.timings.get(case.name):
             speeds = [timing.tokens_per_s for timing in turns.timings[case.name]]
-            record_median(path, Figure(f"{case.name}_tok_s", "tokens/s", case.goal), speeds)
+            figure = Figure(f"{case.name}_tok_s", "tokens/s", case.goal)
+            record_median(path, named(figure), speeds)
     for figure, (case, other) in RATIOS.items():
         if found := turns.ratios(case, other):
-            record_median(path, figure, found, digits=3)
+            record_median(path, named(figure), found, digits=3)
 
 
 if __name__ == "__main__":
