@@ -200,11 +200,16 @@ class Timed:
     ratio: Interval
     """The default's time over its own in the same round, so that drift of the device cancels."""
 
+    @property
+    def median_s(self) -> float:
+        """Median seconds per call."""
+        return statistics.median(self.seconds)
+
     def row(self) -> Row:
         """Return the configuration and its times for a row of results."""
         return {
             **self.configuration._asdict(),
-            "median_s": statistics.median(self.seconds),
+            "median_s": self.median_s,
             "over_default": self.ratio.median,
             "low": self.ratio.low,
             "high": self.ratio.high,
@@ -227,9 +232,7 @@ class Tuned:
     @property
     def adopted(self) -> Timed | None:
         """The fastest configuration unless it is the default or was slower than it."""
-        first = self.best[0]
-        is_better = first.configuration != self.space.default and first.ratio.low >= 1.0
-        return first if is_better else None
+        return faster(self.best, self.space.default)
 
     @property
     def ratio(self) -> float:
@@ -276,18 +279,31 @@ def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int)
                 refused[configuration] = wrong
             else:
                 few.append(configuration)
-        again = clock.turns([runs[configuration] for configuration in few])
+        timed = timed_in_turns({each: runs[each] for each in few}, clock, calls=len(inputs))
         moved = case.num_bytes(inputs[0], wanted, size)
+    return Tuned(case.name, trial.space, len(inputs), moved, timed, refused)
+
+
+def timed_in_turns(
+    runs: dict[tuple, Callable[[], object]], clock: Clock, *, calls: int
+) -> tuple[Timed, ...]:
+    """Time runs of several calls in turns and compare them with the first; fastest first."""
+    found = clock.turns([*runs.values()])
     timed = [
         Timed(
             configuration,
-            tuple(s / len(inputs) for s in seconds),
-            median_interval([a / b for a, b in zip(again[0], seconds, strict=True)]),
+            tuple(s / calls for s in seconds),
+            median_interval([a / b for a, b in zip(found[0], seconds, strict=True)]),
         )
-        for configuration, seconds in zip(few, again, strict=True)
+        for configuration, seconds in zip(runs, found, strict=True)
     ]
-    timed.sort(key=lambda each: statistics.median(each.seconds))
-    return Tuned(case.name, trial.space, len(inputs), moved, tuple(timed), refused)
+    return tuple(sorted(timed, key=lambda each: each.median_s))
+
+
+def faster(best: tuple[Timed, ...], current: tuple) -> Timed | None:
+    """Return the fastest configuration unless it is `current` or not proven faster than it."""
+    is_better = best[0].configuration != current and best[0].ratio.low >= 1.0
+    return best[0] if is_better else None
 
 
 @dataclass(frozen=True)
