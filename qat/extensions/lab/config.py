@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -110,9 +110,9 @@ class KernelsConfig(Settings):
     """Time limit in seconds for the rounds of one kernel; at least five rounds are run."""
     seed: int | None = Field(None, ge=0)
     """Seed of the inputs; by default a new one each time, which the rows record."""
-    tune: bool = False
+    tune: bool | Literal["token"] = False
     """Tune the kernels that passed; configurations faster than the default enter the device's
-    table."""
+    table. Tiles of a token's linears must be faster within a token; 'token' tunes these alone."""
     keep: int = Field(4, ge=1)
     """Best configurations to measure again against the default."""
     beat: Path | None = None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from qat.extensions.lab.compare import Comparison, Pair
     from qat.extensions.lab.kernels.run import KernelsReport
+    from qat.extensions.lab.kernels.token_tiles import TunedToken
 
 KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH, TARGETS_WIDTH = 220, 150, 400, 170, 230
 """Columns of a table where output goes to a file."""
@@ -176,7 +177,24 @@ def _kernels_remarks(report: "KernelsReport") -> list[str]:
         kernel, best = each.space.kernel, each.adopted
         words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
         lines.append(f"tuned {each.case} ({kernel}): {words}")
+    if report.token is not None:
+        lines += _token_remarks(report.token)
     return [*lines, *([report.note] if report.note else [])]
+
+
+def _token_remarks(token: "TunedToken") -> list[str]:
+    from qat.extensions.lab.kernels.token_tiles import name_of
+
+    times = (
+        f"{name} {1e3 * each.median_s:.4f} ms ({each.ratio.median:.3f} x, "
+        f"{each.ratio.low:.3f} to {each.ratio.high:.3f})"
+        for name, each in token.times.items()
+    )
+    lines = [f"token of {token.shape}: {'; '.join(times)}"]
+    for site, tile in token.entries().items():
+        words = "default stays" if tile is None else str(tile)
+        lines.append(f"tuned within the token ({name_of(site)}): {words}")
+    return [*lines, *(f"refused within the token: {x}: {why}" for x, why in token.refused.items())]
 
 
 def targets(

@@ -91,7 +91,7 @@ def all_cases() -> dict[str, KernelCase]:
         *(case for bits, d in ((8, 4), (6, 2)) for case in vector_cases(bits, d)),
         both_case(2),
         both_case(8, d=4),
-        *decode_cases(mlp=2, attention=4, head=4),
+        *token_cases(),
         matvec_add_case("down, exact levels", 2, _mlp_out, has_exact_levels=True),
         *decode_cases(mlp=16, attention=16, head=16),
         matvec_case("gates and ups", 8, _mlp_in, is_gated=True, d=4),
@@ -347,6 +347,11 @@ def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]
     yield matvec_case("gates and ups", mlp, _mlp_in, is_gated=True)
     yield matvec_add_case("down", mlp, _mlp_out)
     yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
+
+
+def token_cases() -> Iterator[KernelCase]:
+    """Yield the five matrices in the formats of the student whose token is tuned as a whole."""
+    yield from decode_cases(mlp=2, attention=4, head=4)
 
 
 def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:

@@ -12,7 +12,7 @@ from qat.errors import BenchError, ConfigError
 from qat.extensions.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
 from qat.extensions.bench.results import Results, environment
 from qat.extensions.lab.config import KernelsConfig
-from qat.extensions.lab.kernels.cases import cases_named, work_of
+from qat.extensions.lab.kernels.cases import cases_named, token_cases, work_of
 from qat.extensions.lab.kernels.counters import counters, program
 from qat.extensions.lab.kernels.gates import (
     KernelCase,
@@ -25,7 +25,8 @@ from qat.extensions.lab.kernels.gates import (
     measure,
     numbers,
 )
-from qat.extensions.lab.kernels.tune import Tuned, tune, write_table
+from qat.extensions.lab.kernels.token_tiles import TunedToken, token_of, tune_token
+from qat.extensions.lab.kernels.tune import Tuned, tune, write_entries, write_table
 from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
@@ -45,6 +46,7 @@ class KernelsReport:
     rates: Roofline
     note: str  # a note about what could not be measured on this device; empty on a GPU
     tuned: list[Tuned]  # empty without `tune`
+    token: TunedToken | None = None  # None if no linear of a token was tuned
 
     def figures(self) -> list[Row]:
         """Return the figures that this run provides, each with its goal."""
@@ -52,6 +54,7 @@ class KernelsReport:
         found = (
             ("kernel_roofline_min", share, "of the roofline", ">= 0.8"),
             ("autotune_worst_ratio", self.worst_ratio, "x the default", ">= 1.0"),
+            ("autotune_token_ratio", self.token and self.token.ratio, "x the default", ">= 1.0"),
         )
         return [
             {"figure": name, "value": round(value, 3), "unit": unit, "goal": goal}
@@ -150,14 +153,15 @@ def run_kernels(
     Raises:
         ConfigError: there is no such kernel, shape or device, or tuning without a GPU.
     """
-    cases = cases_named(config.only) if cases is None else cases
+    cases = selected(config) if cases is None else cases
     backend = select(config.device)
     shape = config.shape or ("qwen3-0.6b" if backend.records else "tiny")
-    config, work = config.model_copy(update={"shape": shape}), work_of(shape)
+    config = config.model_copy(update={"shape": shape})
+    work_of(shape)  # a mistake in it is told before the directory is made
     if config.tune and not backend.records:
         raise ConfigError(
-            f"tune=True on {backend.name()}, expected a GPU: interpreted kernels have no speed; "
-            "leave --tune out"
+            f"tune={config.tune} on {backend.name()}, expected a GPU: interpreted kernels have no "
+            "speed; leave --tune out"
         )
     seed = secrets.randbits(31) if config.seed is None else config.seed
     rows: list[Row] = []
@@ -178,21 +182,74 @@ def run_kernels(
                 results.add(kind="reference", case=f"{case.name}, reference", **of_reference)
             logger.info("%s: %s", case.name, row["status"])
             rows.append(row)
-        for case, row in zip(cases, rows, strict=True) if config.tune else ():
-            if row["status"] == "OK" and case.space is not None:
-                backend.free_memory()
-                size = case.size(work)
-                found.append(tune(case, size, seeds=seeds, clock=clock, keep=config.keep))
-        for each in found:
+        if config.tune:
+            passed = [c for c, row in zip(cases, rows, strict=True) if row["status"] == "OK"]
+            found = tune_alone(passed, config, seeds, clock)
+        token = tune_within_token(found, config, clock)
+        for each in (*found, *([token] if token else [])):
             results.add(**each.row())
         results.finish(
             copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
         )
-    report = KernelsReport(results.path, rows, rates, note_on(backend, config), found)
+    report = KernelsReport(results.path, rows, rates, note_on(backend, config), found, token)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
     if found:
-        table = tuned.table_path(backend.name())
-        write_table(table, found, {name: results.environment[name] for name in TABLE_FACTS})
-        write_atomically(results.path / table.name, table.read_text(encoding="utf-8"))
+        write_found(report, tuned.table_path(backend.name()), results.environment)
     return report
+
+
+def selected(config: KernelsConfig) -> list[KernelCase]:
+    """Return the cases that are named; only the linears of a token if those alone are tuned.
+
+    Raises:
+        ConfigError: a token is to be tuned, and none of its linears is named.
+    """
+    cases = cases_named(config.only)
+    if config.tune != "token":
+        return cases
+    of_token = [case.name for case in token_cases()]
+    cases = [case for case in cases if case.name in of_token]
+    if not cases:
+        raise ConfigError(
+            f"tune=token, but only={config.only} selects no linear of a token, expected one of "
+            f"{'; '.join(of_token)}; leave --only out"
+        )
+    return cases
+
+
+def tune_alone(
+    cases: list[KernelCase], config: KernelsConfig, seeds: Seeds, clock: Clock
+) -> list[Tuned]:
+    """Tune each kernel by itself."""
+    work, found = work_of(str(config.shape)), []
+    for case in cases:
+        if case.space is not None:
+            clock.backend.free_memory()
+            size = case.size(work)
+            found.append(tune(case, size, seeds=seeds, clock=clock, keep=config.keep))
+    return found
+
+
+def tune_within_token(found: list[Tuned], config: KernelsConfig, clock: Clock) -> TunedToken | None:
+    """Choose among the tiles of a token's linears in `found`; None if there are none."""
+    of_token = {case.name for case in token_cases()}
+    linears = [each for each in found if each.case in of_token]
+    if not linears:
+        return None
+    clock.backend.free_memory()
+    shape = str(config.shape)
+    token = token_of(shape, config.device)
+    if token is None:
+        logger.info("%s: no kernels for its token; its linears were tuned alone", shape)
+        return None
+    return tune_token(shape, token, linears, clock)
+
+
+def write_found(report: KernelsReport, table: Path, environment: dict[str, object]) -> None:
+    """Write what tuning found into a device's table, and that table into the results."""
+    facts = {name: environment[name] for name in TABLE_FACTS}
+    write_table(table, report.tuned, facts)
+    if report.token is not None:
+        write_entries(table, report.token.entries(), facts)
+    write_atomically(report.path / table.name, table.read_text(encoding="utf-8"))
