@@ -1,13 +1,14 @@
 """Measure the recipe SR-002 of Anemll/qwen3_apple_style_2bit_qat_lora beside the default of `qat`.
 
-    python speedrun/measure_sr002.py MODEL CACHE --out DIR --figures figures.jsonl
+    python speedrun/measure_sr002.py losses MODEL CACHE --out DIR
+    python speedrun/measure_sr002.py seconds MODEL CACHE --out DIR --figures figures.jsonl
 
 Theirs: 4 bits reduced to 2 by k-means over the table, scales of the MLPs trained for 4,000 steps of
-4 sequences from 5e-5 to 1e-5. Ours: `qat convert --to q2a4` and `qat train`, once with as many
-steps of as many sequences, once with the default batch for at most as many seconds. The measure is
-theirs: the KL over the teacher's top K alone at temperature 2, on the held-out split. Their curve
-is drawn with weights formed, which are the same numbers sooner; a step of theirs is timed as they
-compute it, rank by rank, in the same process. Compilation is in no time, and each conversion is.
+4 sequences from 5e-5 to 1e-5. Ours: `qat convert --to q2a4` and `qat train` with their defaults,
+once with as many steps of as many sequences, once with the default batch. The measure is theirs:
+the KL over the teacher's top K alone at temperature 2, on the held-out split. Their losses are of
+weights that are formed, the same numbers sooner; a step of theirs is timed as they compute it, rank
+by rank. A time has the conversion in it, and no compilation.
 """
 
 import json
@@ -19,7 +20,6 @@ from pathlib import Path
 from cyclopts import App
 from figures import record
 
-from qat.backend.device import select
 from qat.cli import run_verb
 from qat.data.opening import open_cache
 from qat.data.reader import TeacherCache
@@ -35,6 +35,7 @@ from qat.models.load import load_teacher
 
 app = App(help=__doc__)
 PUBLISHED = {"lr": 5e-5, "min_lr_ratio": 0.2, "batch_size": 4, "mlp_only": True}
+LOSSES = "losses.json"
 JUDGED_ON = 256
 """Held-out sequences."""
 TIMED = 20
@@ -43,75 +44,105 @@ Curve = list[tuple[int, float]]
 """Steps taken, and the loss in nats a token."""
 
 
-@app.default
-def measure(
+@app.command
+def losses(
+    model: str,
+    cache: Path,
+    *,
+    out: Path,
+    device: str = "auto",
+    steps: int = 4000,
+    looks: int = 20,
+) -> None:
+    """Take their steps and as many of ours, whose losses are OUT/losses.json; no time counts.
+
+    Parameters
+    ----------
+    looks
+        Evaluations of each training after the one of the untrained student.
+    """
+    settings = BaselineSettings(**PUBLISHED, max_steps=steps, device=device)
+    theirs = published_curve(model, open_cache(str(cache)), settings.filled("reference"), looks)
+    converted(model, cache, out, device)
+    ours = trained(out / "equal_steps", cache, out, PUBLISHED["batch_size"], steps, looks, device)
+    found = {"theirs": theirs, "ours": ours[0]}
+    (out / LOSSES).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command
+def seconds(
     model: str,
     cache: Path,
     *,
     out: Path,
     figures: Path | None = None,
     device: str = "auto",
-    steps: int = 4000,
+    steps: int = 500,
     looks: int = 20,
     batch_size: int = 64,
 ) -> None:
-    """Append `sr002_seconds_over_ours` to FIGURES, and write all numbers to OUT/sr002.json.
+    """Time both and append `sr002_seconds_over_ours` to FIGURES; `losses` wrote OUT before.
 
     Parameters
     ----------
-    looks
-        Evaluations of each training after its first step.
-    batch_size
-        Sequences in a step of the run that has as many seconds.
+    steps
+        Steps of ours, of BATCH_SIZE sequences each.
     """
+    theirs = json.loads((out / LOSSES).read_text(encoding="utf-8"))["theirs"]
+    best_step, best = min(theirs, key=lambda point: point[1])
+    settings = BaselineSettings(**PUBLISHED, max_steps=theirs[-1][0], device=device)
     opened = open_cache(str(cache))
-    settings = BaselineSettings(**PUBLISHED, max_steps=steps, device=device)
-    theirs, prepared_s = published_curve(model, opened, settings.filled("reference"), looks)
     teacher = load_teacher(model, device=device, dtype="fp32")
     step_s = time_step("reference", teacher, opened, settings=settings, steps=TIMED)
-    del teacher
-    best_step, best = min(theirs, key=lambda point: point[1])
-    seconds = prepared_s + best_step * step_s
-    print(f"theirs: {best:.4f} nats at step {best_step}, {step_s:.3f} s a step", flush=True)
+    job = BaselineJob.of(teacher, opened, settings.filled("reference"))
+    began = time.perf_counter()
+    reference_training(job)
+    job.backend.synchronize()
+    prepared_s = time.perf_counter() - began
+    del teacher, job
+    place = out / "timed"
+    converted_s = converted(model, cache, place, device)
+    curve, pace = trained(place / "run", cache, place, batch_size, steps, looks, device)
+    reached = next((step for step, loss in curve if loss <= best), None)
+    found = {"their_best_nats": best, "their_best_step": best_step, "their_step_s": step_s}
+    found |= {"their_conversion_s": prepared_s, "our_conversion_s": converted_s}
+    found |= {"our_step_s": pace, "our_step": reached, "our_curve": curve}
+    theirs_s = prepared_s + best_step * step_s
+    ratio = 0.0 if reached is None else theirs_s / (converted_s + reached * pace)
+    found |= {"their_best_s": theirs_s}
+    record(figures, "sr002_seconds_over_ours", round(ratio, 1), "x", ">= 50", measured=found)
+
+
+def converted(model: str, cache: Path, out: Path, device: str) -> float:
+    """Convert the model to OUT/student as `qat convert` does by default; return the seconds."""
     words = ["--calibration", str(cache), "--device", device, "--out", str(out / "student")]
     began = time.perf_counter()
     run_verb(["convert", model, "--to", "q2a4", *words])
-    converted_s = time.perf_counter() - began
-    found = {"their_curve": theirs, "their_step_s": step_s, "their_conversion_s": prepared_s}
-    found |= {"their_best_s": seconds, "our_conversion_s": converted_s}
-    common = ["--cache-dir", str(cache), "--device", device, "--eval-sequences", str(JUDGED_ON)]
-    for name, rows in (("equal_steps", PUBLISHED["batch_size"]), ("default_batch", batch_size)):
-        run, taken = out / name, steps if name == "equal_steps" else max(looks, steps // 8)
-        words = ["--batch-size", str(rows), "--max-steps", str(taken), "--out", str(run)]
-        words += ["--eval-every", str(max(1, taken // looks)), "--save-every", str(10 * taken)]
-        run_verb(["train", str(out / "student"), *common, *words])
-        lines = read_json_lines(run / "metrics.jsonl")
-        ours = [(line["step"], line["kd_nats"]) for line in lines if line["kind"] == "eval"]
-        pace = statistics.median(line["step_s"] for line in read_json_lines(run / HEARTBEAT))
-        reached = next((step for step, loss in ours if loss <= best), None)
-        found[name] = {"curve": ours, "step_s": pace, "batch_size": rows, "reached": reached}
-        if reached is not None:
-            found[name]["seconds"] = converted_s + reached * pace
-            found[name]["ratio"] = seconds / found[name]["seconds"]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "sr002.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    ratio = found["default_batch"].get("ratio", 0.0)
-    more = {key: value for key, value in found.items() if key.endswith("_s")}
-    measured = {"their_best_nats": best, **more}
-    record(figures, "sr002_seconds_over_ours", round(ratio, 1), "x", ">= 50", measured=measured)
+    return time.perf_counter() - began
+
+
+def trained(  # noqa: PLR0917
+    run: Path, cache: Path, out: Path, batch_size: int, steps: int, looks: int, device: str
+) -> tuple[Curve, float]:
+    """Train OUT/student as `qat train` does by default; return its losses and seconds a step."""
+    words = ["--cache-dir", str(cache), "--device", device, "--out", str(run)]
+    words += ["--batch-size", str(batch_size), "--max-steps", str(steps)]
+    words += ["--eval-every", str(max(1, steps // looks)), "--eval-sequences", str(JUDGED_ON)]
+    run_verb(["train", str(out / "student"), *words, "--save-every", str(10 * steps)])
+    lines = read_json_lines(run / "metrics.jsonl")
+    curve = [(line["step"], line["kd_nats"]) for line in lines if line["kind"] == "eval"]
+    paces = [line["step_s"] for line in read_json_lines(run / HEARTBEAT)]
+    return curve, statistics.median(paces)
 
 
 def published_curve(
     model: str, cache: TeacherCache, settings: BaselineSettings, looks: int
-) -> tuple[Curve, float]:
-    """Return the losses of the published recipe while it trains, and its conversion's seconds."""
+) -> Curve:
+    """Return the losses of the published recipe while it trains."""
     teacher = load_teacher(model, device=settings.device, dtype="fp32")
     job = BaselineJob.of(teacher, cache, settings.model_copy(update={"factored": False}))
     del teacher
-    began = time.perf_counter()
     training = reference_training(job)
-    select(settings.device).synchronize()
-    prepared_s = time.perf_counter() - began
     student, curve = LanguageModel(job.model), []
     split = split_batches(cache, "held_out", 32, JUDGED_ON)
     held_out = {source: [*batches] for source, batches in split.items()}
@@ -122,7 +153,7 @@ def published_curve(
             training.step([job.batch(step)], step)
         curve.append((end, divergence_by_source(student, held_out)[0].kd_nats))
         print(f"theirs, step {end}: {curve[-1][1]:.4f} nats", flush=True)
-    return curve, prepared_s
+    return curve
 
 
 if __name__ == "__main__":
