@@ -54,6 +54,7 @@ KERNELS_COLUMNS = (
     ("Shared", "shared_bytes", "{:,}", 1),
     ("DRAM", "ncu_dram_frac", "{:.2f}", 1),
     ("Tensor cores", "ncu_tensor_frac", "{:.2f}", 1),
+    ("Warps", "ncu_warps_frac", "{:.2f}", 1),
     ("Status", "status", "{}", 1),
 )
 GGUF_COLUMNS = (

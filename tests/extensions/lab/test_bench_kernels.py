@@ -13,9 +13,10 @@ from qat.backend.device import select
 from qat.errors import BenchError, ComparisonError, ConfigError
 from qat.extensions.bench.measure import Clock, Roofline
 from qat.extensions.lab.config import KERNELS, KernelsConfig
+from qat.extensions.lab.kernels import counters as counted
 from qat.extensions.lab.kernels import run as module
 from qat.extensions.lab.kernels.cases import all_cases, work_of
-from qat.extensions.lab.kernels.counters import counters
+from qat.extensions.lab.kernels.counters import METRICS, counters, read_counters
 from qat.extensions.lab.kernels.gates import (
     Inputs,
     KernelCase,
@@ -241,33 +242,90 @@ def test_a_kernel_that_spills_more_than_it_may_is_refused() -> None:
         assert refusal.gate == "resources" and one.kernel in refusal.difference
 
 
-NCU = """#!/bin/sh
-while [ "$1" != --log-file ]; do shift; done
-echo "$@" > "$2.words"; cp "$2.words" WORDS
+DRAM, TENSOR, WARPS = METRICS.values()
+NCU = f"""#!/bin/sh
+echo "$@" >> WORDS
+[ "$LC_ALL" = C ] || exit 1
+while [ "$1" != --log-file ]; do
+    [ "$1" = --metrics ] && metrics="$2"
+    shift
+done
+case "$metrics" in
+*LACKED*) echo '==ERROR== Failed to find metric regex:^LACKED\\.(avg|sum)$' > "$2"; exit 1 ;;
+esac
 cat > "$2" <<'END'
-==PROF== Connected
-"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","_merge_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","12.5"
-"1","_split_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","87.5"
-"1","_split_kernel","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","%","n/a"
+==PROF== Connected to process 4321 (/usr/bin/python3.11)
+==PROF== Profiling "_merge_kernel" - 0: 0%....50%....100% - 2 passes
+"ID","Kernel Name","Block Size","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","_merge_kernel","(128, 1, 1)","Command line profiler metrics","{DRAM}","%","12.5"
+"1","_split_kernel","(128, 1, 1)","Command line profiler metrics","{DRAM}","%","87.5"
+"1","_split_kernel","(128, 1, 1)","Command line profiler metrics","{TENSOR}","%","n/a"
+"1","_split_kernel","(128, 1, 1)","Command line profiler metrics","{WARPS}","%","50"
 END
 """
+COUNTED = {"ncu_dram_frac": 0.875, "ncu_warps_frac": 0.5}
 
 
-def test_counters_are_those_that_ncu_wrote(tmp_path: Path, monkeypatch) -> None:
-    ncu, words, case = tmp_path / "ncu", tmp_path / "words", "top-k, block pass"
+@pytest.fixture
+def ncu(tmp_path: Path, monkeypatch) -> Path:
+    """The place of a stand-in for Nsight Compute, where nothing is yet."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(counted, "TOOLKIT", tmp_path / "toolkit/ncu")
+    return tmp_path / "ncu"
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_counters_are_those_that_ncu_wrote(ncu: Path, tmp_path: Path) -> None:
+    words, case = tmp_path / "words", "top-k, block pass"
     speed = Speed([1.0], [1.0], 1, 1, 0.0, (Compiled("a._b", 4, 9, 0, 0, 90),) * 2)
     config = KernelsConfig(shape="tiny", device="cuda", ncu=True)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert counters(case, config, speed) == {} and "ncu" in module.note_on(CLOCK.backend, config)
-    ncu.write_text(NCU.replace("WORDS", str(words)))
-    ncu.chmod(0o755)
-    assert counters(case, config, speed) == {"ncu_dram_frac": 0.875}
-    assert "regex:^(_b)$" in words.read_text()
-    assert words.read_text().split(" -m ")[1].split()[-2:] == ["tiny", "cuda"]
+    text = NCU.replace("WORDS", str(words))
+    write_program(counted.TOOLKIT, text)  # in CUDA's own directory, which is not on PATH
+    assert counters(case, config, speed) == COUNTED
+    said = words.read_text()
+    assert "regex:^(_b)$" in said and said.split(" -m ")[1].split()[-2:] == ["tiny", "cuda"]
+    assert "--clock-control none" in said  # the card's clocks stay as they are
     assert counters(case, config, None) == counters(case, KernelsConfig(), speed) == {}
-    ncu.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM' >&2; exit 1\n")
-    assert counters(case, config, speed) == {"ncu_error": "==ERROR== ERR_NVGPUCTRPERM"}
+    # a metric that this GPU lacks costs its own column alone
+    write_program(ncu, text.replace("LACKED", TENSOR.partition(".")[0]))
+    assert counters(case, config, speed) == COUNTED
+    last = words.read_text().splitlines()[-1]
+    assert DRAM in last and WARPS in last and TENSOR not in last
+
+
+def test_an_error_of_ncu_is_in_the_row_and_below_the_table(ncu: Path) -> None:
+    speed = Speed([1.0], [1.0], 1, 1, 0.0, (Compiled("a._b", 4, 9, 0, 0, 90),))
+    config = KernelsConfig(shape="tiny", device="cuda", ncu=True)
+    refusal = "==ERROR== ERR_NVGPUCTRPERM"
+    for text, said in (
+        (f"echo '{refusal}' >&2; echo '==WARNING== No kernels were profiled' >&2", refusal),
+        ("echo 'No such device' >&2", "No such device"),
+        ("true", "it counted no kernel"),
+        ("echo '==ERROR== Failed to find metric regex:^other$' >&2", "==ERROR== Failed to find"),
+    ):
+        write_program(ncu, f"#!/bin/sh\n{text}; exit 1\n")
+        row = counters("top-k, block pass", config, speed)
+        assert row["ncu_error"].startswith(said)
+        assert said in module.note_on(CLOCK.backend, config, [{}, row])
+
+
+def test_counters_are_read_from_both_pages_of_ncu() -> None:
+    """The page `raw` has a column for each metric, and its first line below is of units."""
+    lines = [
+        f'"ID","Kernel Name","Grid Size","{DRAM}","{WARPS}","launch__grid_size"',
+        '"","","","%","%",""',
+        '"0","_b","(1,200, 1, 1)","12.5","nan","1,200"',
+        '"1","_b","(1,200, 1, 1)","1,012.5","50.0","1,200"',
+        '"2","_b"',
+    ]
+    assert read_counters(lines) == {"ncu_dram_frac": 10.125, "ncu_warps_frac": 0.5}
+    assert read_counters(["==PROF== Disconnected"]) == {}
 
 
 @pytest.mark.parametrize(("after_s", "code"), [(0.85, 0), (0.95, 1), (None, 2)])

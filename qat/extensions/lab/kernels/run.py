@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,13 +137,14 @@ def interprets() -> bool:
     return knobs.runtime.interpret
 
 
-def note_on(backend: Backend, config: KernelsConfig) -> str:
+def note_on(backend: Backend, config: KernelsConfig, rows: Sequence[Row] = ()) -> str:
     """Return what could not be measured here, "" if all was."""
     how = "were interpreted" if interprets() else "did not run"
     alone = f"no GPU: kernels {how}, and the times are their references' alone"
     absent = "ncu is not installed: there are no counters, fractions are of the roofline"
     is_absent = config.ncu and program() is None
-    return "; ".join([alone] * (not backend.records) + [absent] * is_absent)
+    refused = [f"ncu: {row['ncu_error']}" for row in rows if "ncu_error" in row][:1]
+    return "; ".join([alone] * (not backend.records) + [absent] * is_absent + refused)
 
 
 def run_kernels(
@@ -191,7 +193,8 @@ def run_kernels(
         results.finish(
             copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
         )
-    report = KernelsReport(results.path, rows, rates, note_on(backend, config), found, token)
+    note = note_on(backend, config, rows)
+    report = KernelsReport(results.path, rows, rates, note, found, token)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
     if found:
