@@ -58,6 +58,7 @@ def health(run: TrainingRun) -> list[Check]:
         _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
         _loss(run),
+        _gain(run),
         _parting(run),
         Check("skipped steps", "ok" if skipped <= 0.01 else "look", percent(skipped), "1 %"),
         _recompiles(beats),
@@ -161,6 +162,16 @@ def _loss(run: TrainingRun) -> Check | None:
     word = "" if fall > noise else ", rises" if fall < -noise else ", no longer moves"
     found = f"{before:.4g} to {last:.4g} nats{word}"
     return Check("loss", "look" if word else "ok", found, f"falls by {noise:.2g}")
+
+
+def _gain(run: TrainingRun) -> Check | None:
+    """Check whether the student is better than it was before it learned, on held-out text."""
+    judged = [row for row in run.evals if any(row.get(name) is not None for name in SCORES)]
+    if len(judged) < 2 or judged[0]["step"]:
+        return None
+    before, last = score(judged[0]), score(judged[-1])
+    found = f"{before:.4g} to {last:.4g} nats"
+    return Check("held-out", "ok" if last <= before else "look", found, "no rise since step 0")
 
 
 def _moved(run: TrainingRun) -> tuple[float, float, float] | None:

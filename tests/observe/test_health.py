@@ -43,7 +43,7 @@ def answer(run: TrainingRun, name: str) -> Check:
 
 def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     checks = health(calm)
-    assert worst(checks) == "ok" and len(checks) == 16
+    assert worst(checks) == "ok" and len(checks) == 17
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
@@ -174,6 +174,20 @@ def test_over_fitting_is_named(calm: TrainingRun, training, held_out, state, noi
         check = answer(learned(calm, training, held_out, noise, seed), "over-fitting")
         assert check.state == state, check
         assert "read 8 times" in check.found and ("more text" in check.found) == (state == "look")
+
+
+def test_a_student_that_became_worse_is_named(calm: TrainingRun) -> None:
+    def judged(*found: tuple[int, float | None]) -> TrainingRun:
+        evals = [{"step": step, "kl_tail_nats": nats} for step, nats in found]
+        return TrainingRun(**{**vars(calm), "evals": evals})
+
+    worse = answer(judged((0, 0.12), (4, 0.1), (8, 2.5)), "held-out")
+    assert worse == Check("held-out", "look", "0.12 to 2.5 nats", "no rise since step 0")
+    assert answer(judged((0, 0.12), (8, 0.11)), "held-out").state == "ok"
+    assert answer(judged((0, 0.12), (8, 0.12)), "held-out").state == "ok"
+    # without an evaluation before the first step there is nothing to compare with
+    for run in (judged((0, 0.12)), judged((4, 0.1), (8, 0.2)), judged((0, None), (8, 0.1))):
+        assert "held-out" not in {check.name for check in health(run)}
 
 
 def test_over_fitting_needs_evaluations_to_compare(calm: TrainingRun) -> None:

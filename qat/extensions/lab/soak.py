@@ -10,7 +10,7 @@ from qat.train.launch import LEAST_LOSSES, LaunchConfig
 
 LEFT_OUT = (
     *("speed", "device memory", "host memory", "waiting for data", "slowest rank", "loss"),
-    *("over-fitting", "GPU, hottest", "resumed", "forced"),
+    *("held-out", "over-fitting", "GPU, hottest", "resumed", "forced"),
 )
 """Health checks that need a long run, or that no bound is about; all others must be ok."""
 
