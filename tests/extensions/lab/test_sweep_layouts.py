@@ -122,6 +122,14 @@ def test_a_forced_attention_kernel_is_the_one_that_ran(tmp_path: Path, kernel: s
     assert all(kernel in name for name in found["effective"]["attention"])
 
 
+def test_a_forced_attention_kernel_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}
+    run = SweepRun(**group, settings={}, repeat=0, out=tmp_path)
+    config = StepsConfig(**QUICK, steps=1, warmup=2, attention_kernel="efficient")
+    with pytest.raises(ConfigError, match="attention_kernel=efficient cannot run .*; choose"):
+        _time_ranks(run, config, ALONE)
+
+
 def test_another_attention_operator_than_the_forced_one_is_said() -> None:
     tile, math = "qat::tile_attention", "aten::_scaled_dot_product_attention_math"
     assert other_attention("math", {"attention": [math]}) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qat.errors import ConfigError
-from qat.extensions.lab.sweep.plan import make_groups, make_runs, read_sweep
+from qat.extensions.lab.sweep.plan import StepsConfig, make_groups, make_runs, read_sweep
 
 FOLDER = Path(__file__).parents[3] / "speedrun" / "recipes"
 RECIPES = sorted(FOLDER.glob("sweep_*.toml"))
@@ -109,11 +109,21 @@ settings = { steps = 1 }
             "groups.b.steps=1",
             r"'b' is no group of the recipe, expected groups.*; use 'a'",
         ),
+        ("product.batch_size=4", r"'4' is no list, expected the values.*'product.ranks=\[1,2\]'"),
+        ("product.batch_size=[4", r"'\[4' is no list"),
+        ("name=", "name=''"),
     ],
 )
 def test_a_change_of_no_key_is_refused(tmp_path: Path, change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, '[[groups]]\nname = "a"\n', changes=[change])
+
+
+def test_one_length_of_a_bucket_may_be_a_number(tmp_path: Path) -> None:
+    text = '[settings]\nlayout = "buckets"\nseq_len = 32\n'
+    recipe = read(tmp_path, text, changes=["settings.bucket_lengths=32"])
+    (group,) = make_groups(recipe)
+    assert StepsConfig.parse(group.settings, "group").buckets == (32,)
 
 
 def test_a_run_is_known_by_what_it_does(tmp_path: Path) -> None:
@@ -143,6 +153,11 @@ def test_a_run_is_known_by_what_it_does(tmp_path: Path) -> None:
             '[product]\nsteps = [1]\n[[groups]]\nname = "a"\nsettings = { steps = 2 }\n',
             r"group 'a' and \[product\] both set 'steps'",
         ),
+        (
+            "[settings]\nsteps = 2\n[product]\nsteps = [1, 3]\n",
+            r"\[settings\] and \[product\] both set 'steps', .*product.steps=\[1, 3\]",
+        ),
+        ('[settings]\nlayout = "buckets"\nbucket_lengths = "a"\n', "bucket_lengths='a': expected"),
         ('verb = "command"\n', "verb='command' needs a command"),
         ('command = ["x"]\n', "verb='bench' needs a student and no command"),
         ('tiny = "x"\n', "tiny='x', expected a table of keys over the others"),

@@ -57,6 +57,9 @@ def test_the_table_says_what_was_not_measured_with_a_dash() -> None:
     assert shown["never"]["repeats"] == "0 of 1" and shown["never"]["rate"] == "-"
     assert shown["fast"]["effect"] == "+1.00" and shown["base"]["verdict"] == "-"
     assert shown["fast"]["GiB"] == "-"
+    # one run has a rate, and no interval
+    assert shown["once"]["rate"] == "10" and shown["once"]["95 % low"] == "-"
+    assert shown["fast"]["high"] != "-"
     assert markdown_table(*cells(summarise(["base"], rows(), [], "base"))).count("\n") == 3
 
 

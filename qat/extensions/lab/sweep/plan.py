@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError, nearest
@@ -29,7 +29,7 @@ class StepsConfig(BenchConfig):
 
     layout: Literal["rows", "packed", "buckets"] = "rows"
     """Random data: full rows, or documents of varied lengths, packed or padded to buckets."""
-    bucket_lengths: str = ""
+    bucket_lengths: str = Field("", coerce_numbers_to_str=True)
     """Boundaries of the buckets, joined by commas, the last one seq_len; by default its eighth,
     quarter and half besides."""
     attention_kernel: Literal["auto", "cudnn", "efficient", "flash", "math"] = "auto"
@@ -43,6 +43,12 @@ class StepsConfig(BenchConfig):
     def buckets(self) -> tuple[int, ...]:
         """The named boundaries, ascending; empty if none are named."""
         return parse_sizes(self.bucket_lengths)
+
+    @field_validator("bucket_lengths")
+    @classmethod
+    def _check_lengths(cls, text: str) -> str:
+        parse_sizes(text)
+        return text
 
     @model_validator(mode="after")
     def _check_buckets(self) -> Self:
@@ -69,7 +75,7 @@ class Group(Settings):
 class SweepRecipe(Settings):
     """The comparison: base settings, groups, a product of lists, and repeats."""
 
-    name: str
+    name: str = Field(min_length=1)
     """Name of the results."""
     verb: Verb = "bench"
     """Kind of runs: bench times training steps, train trains a student, command runs any program.
@@ -179,6 +185,11 @@ def _change(values: Table, change: str) -> None:
         table[name] = parse_toml(f"value = {text}")["value"]
     except ValueError:  # plain text, such as student=tiny
         table[name] = text
+    if key.startswith("product.") and not isinstance(table[name], list):
+        raise ConfigError(
+            f"set={change}: {text!r} is no list, expected the values to compare; write it as "
+            "'product.ranks=[1,2]'"
+        )
 
 
 def _check_settings(recipe: SweepRecipe, path: Path) -> None:
@@ -188,12 +199,14 @@ def _check_settings(recipe: SweepRecipe, path: Path) -> None:
         known = set(CONFIGS[recipe.verb].model_fields) - NOT_SWEPT[recipe.verb]
         for where, table in tables.items():
             check_keys(f"{path}: {where}", table, known)
-    for group in recipe.groups:
-        both = sorted(set(group.settings) & set(recipe.product))
+    del tables["[product]"]
+    for where, table in tables.items():
+        both = sorted(set(table) & set(recipe.product))
         if both:
+            values = ", ".join(map(str, recipe.product[both[0]]))
             raise ConfigError(
-                f"{path}: group {group.name!r} and [product] both set {both[0]!r}, expected one of "
-                "them to; drop it from the other"
+                f"{path}: {where} and [product] both set {both[0]!r}, expected one of them to; "
+                f"drop it from the other, or change product.{both[0]}=[{values}]"
             )
 
 

@@ -333,7 +333,8 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
 
     body = []
     for place, line in enumerate(lines, 1):
-        cost, found, late = line.cost, line.against, line.slowest_step
+        found, late = line.against, line.slowest_step
+        cost = line.cost if len(line.costs_s) > 1 else None  # one run has no interval
         done, all_runs = len(line.costs_s), len(line.costs_s) + line.failed
         body.append(
             [
@@ -370,9 +371,10 @@ def page(report: SweepReport, about: Row) -> str:
     """
     recipe, lines = report.recipe, report.lines
     what = f"student {recipe.student}" if recipe.student else f"`{' '.join(recipe.command)}`"
+    times = "1 run" if recipe.repeats == 1 else f"{recipe.repeats} repeats"
     words = [
         f"# {recipe.name}",
-        f"`{recipe.verb}` of {what}; {recipe.repeats} repeats of each group in turns, each a "
+        f"`{recipe.verb}` of {what}; {times} of each group in turns, each a "
         f"process of its own. Rate: {RATES[recipe.verb]}, the median over repeats, and its 95 % "
         "bootstrap interval. Between repeats, within a run: coefficients of variation. x baseline, "
         "effect (Cliff's delta, + is faster), p (Mann-Whitney) and verdict: against "

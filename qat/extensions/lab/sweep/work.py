@@ -2,8 +2,8 @@
 
 import json
 import statistics
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import cycle
 
@@ -39,6 +39,8 @@ SDPA = {
     "math": SDPBackend.MATH,
 }
 """PyTorch's kernels of dense attention by name."""
+NO_KERNEL = ("No viable backend for scaled_dot_product_attention", "No available kernel")
+"""Errors of PyTorch for a forced kernel that cannot run, on a CPU and on a GPU."""
 
 
 class StepRecorder:
@@ -93,8 +95,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
     numbered = _laid_out(config, setting)
     subject = StepRecorder(ours.subject(), setting.backend, ranks=ranks, first_timed=config.warmup)
-    forced = config.attention_kernel != "auto"
-    with sdpa_kernel(SDPA[config.attention_kernel]) if forced else nullcontext():
+    with forced_attention(config.attention_kernel, setting.backend):
         timing = setting.time(subject, numbered)
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
@@ -121,6 +122,28 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
     }
+
+
+@contextmanager
+def forced_attention(kernel: str, backend: Backend) -> Iterator[None]:
+    """Let PyTorch's dense attention use `kernel` alone.
+
+    Raises:
+        ConfigError: it cannot compute this attention on this device.
+    """
+    if kernel == "auto":
+        yield
+        return
+    try:
+        with sdpa_kernel(SDPA[kernel]):
+            yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in NO_KERNEL):
+            raise
+        raise ConfigError(
+            f"attention_kernel={kernel} cannot run this attention on {backend.name()} "
+            f"({str(error).splitlines()[0]}), expected a kernel that can; choose another or auto"
+        ) from error
 
 
 def other_attention(kernel: str, effective: Facts) -> list[str]:
