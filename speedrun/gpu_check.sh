@@ -14,6 +14,15 @@ case "$*" in
     exit 1
     ;;
 esac
+# a driver of NVIDIA or AMD, or Windows' one below WSL: without any, nothing is installed
+has_gpu() {
+    nvidia-smi -L >/dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/kfd ] ||
+        [ -e /dev/dxg ]
+}
+if [ ! -e "$MARK-dev" ] && ! has_gpu; then
+    say "this machine has no GPU, expected one to check; bash speedrun/test.sh runs the other tests"
+    exit 1
+fi
 setup_env dev
 cd "$ROOT"
 "$PYTHON" - <<'PY'

@@ -1,11 +1,14 @@
 """gpu_check.sh with a stand-in for its environment's Python; the tests it names are real."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from qat.backend import nvidia
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDRUN = ROOT / "speedrun"
@@ -72,6 +75,14 @@ def test_nothing_is_checked_without_a_gpu_or_with_an_unknown_word(
 ) -> None:
     assert run(clone, *words, **variables).returncode == 1
     assert not (clone / "log").exists()
+
+
+@pytest.mark.skipif(nvidia.present() is not None, reason="this machine has a GPU")
+def test_nothing_is_installed_where_there_is_no_gpu(clone: Path) -> None:
+    shutil.rmtree(clone / ".venv")
+    refused = run(clone)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+    assert "no GPU" in refused.stderr and not (clone / ".venv").exists()
 
 
 def test_the_page_for_contributors_names_a_command_that_selects_tests() -> None:
