@@ -325,10 +325,14 @@ def find_max_batch(
     )
     choices = choices[:count]
     if not choices:
-        limit = "memory" if memory_gib is None else f"{memory_gib:.4g} GiB"
+        least, limit = min(sizes, default=1), "memory"
+        if memory_gib is not None:
+            limit = f"{memory_gib:.4g} GiB"
+        error = trials.done[least].error if least in trials.done else None
+        smaller = "name smaller --batch-sizes, " if sizes else ""
         raise ConfigError(
-            f"batch_size={min(sizes, default=1)} does not fit into {limit}; add "
-            "--gradient-checkpointing, lower --seq-len or raise --memory-limit"
+            f"batch_size={least} does not fit into {limit}{f' ({error})' if error else ''}; "
+            f"{smaller}add --gradient-checkpointing, lower --seq-len or raise --memory-limit"
         )
     promising = trials.fastest(choices)
     if promising not in confirmed and trials.is_faster(promising, choices[-1]):

@@ -149,6 +149,11 @@ def test_not_even_one_sequence_is_a_mistake_of_the_user() -> None:
             searched(Card(memory), memory, survives=survives)
 
 
+def test_named_sizes_that_all_fail_leave_the_message_of_the_allocator() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size=40 .* \(full, tried 12.0 GiB\); name small"):
+        searched(Card(3.0), 3.0, sizes=(40, 80))
+
+
 def test_a_failed_run_that_leaves_memory_behind_is_our_bug() -> None:
     card = Card(10.0)
 
