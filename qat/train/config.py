@@ -57,7 +57,7 @@ class DataConfig(Settings):
     order: Steps[OneOrder[Literal["shuffled", "arrival"]]] = "shuffled"
     """Order of the sequences; arrival is for a cache that 'qat cache' may still be writing: the
     first pass goes through its shards as they come."""
-    bucket_lengths: Steps[OneOrder[str]] = Field("", pattern=r"^(auto|\d+(,\d+)*)?$")
+    bucket_lengths: Steps[OneOrder[str]] = ""
     """Lengths such as 128,256,512, up to that of the cache's sequences: a step has sequences that
     end in one of them and is cut to it. auto: an eighth, a quarter, a half and all."""
     teacher: Loss[Comparable[str | None]] = None

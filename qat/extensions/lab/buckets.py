@@ -48,11 +48,12 @@ def open_buckets(cache: TeacherCache, lengths: str) -> "BucketedCache":
     """Return a cache whose steps hold sequences of similar length.
 
     Raises:
-        ConfigError: `lengths` are not ascending up to the cache's sequence length.
+        ConfigError: `lengths` are not ascending numbers up to the cache's sequence length.
     """
-    S = cache.sequence_length
-    given = default_buckets(S) if lengths == AUTO else tuple(map(int, lengths.split(",")))
-    if list(given) != sorted({*given}) or not given[0] or given[-1] != S:
+    S, words = cache.sequence_length, [word.strip() for word in lengths.split(",")]
+    are_numbers = all(word.isdecimal() for word in words)
+    given = default_buckets(S) if lengths == AUTO else tuple(map(int, words * are_numbers))
+    if not given or list(given) != sorted({*given}) or not given[0] or given[-1] != S:
         raise ConfigError(
             f"bucket_lengths={lengths} of a cache with sequences of {S} tokens, expected ascending "
             f"lengths that end with {S}; write {','.join(map(str, default_buckets(S)))} or {AUTO}"

@@ -46,11 +46,11 @@ def test_a_window_keeps_its_sequences_and_its_steps_are_of_one_bucket(cache: Tea
 
 def test_lengths_end_with_a_sequence(cache: TeacherCache) -> None:
     assert open_buckets(cache, "auto")._buckets == (4, 8, 16, 32)
-    for wrong in ("16", "32,16", "16,64", "0,32", "16,16,32"):
-        with pytest.raises(ConfigError):
+    assert open_buckets(cache, "8, 32")._buckets == (8, 32)
+    for wrong in ("16", "32,16", "16,64", "0,32", "16,16,32", "a", "16,,32", "-8,32", "8.5,32"):
+        with pytest.raises(ConfigError, match=f"bucket_lengths={wrong} of .*; write 4,8,16,32 or"):
             open_buckets(cache, wrong)
     for values in (
-        {"bucket_lengths": "a"},
         {"bucket_lengths": "auto", "order": "arrival"},
         {"bucket_lengths": "auto", "on_policy": 0.5, "teacher": "t"},
     ):
