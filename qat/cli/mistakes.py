@@ -113,6 +113,8 @@ def unknown_verb(app: App, tokens: Sequence[str]) -> str | None:
             return None
     whole = " ".join(("qat", *words))
     found = nearest(rest[0], known)
+    if verb.default_command is not None and not found:  # then it is a value without its flag
+        return None
     hint = f"did you mean '{whole} {found[0]}'?" if found else f"there are {', '.join(known)}"
     return f"{whole} has no verb {rest[0]!r}; {hint}"
 
