@@ -151,6 +151,9 @@ def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport 
 
     with run as trainer:
         trainer.stops.last_step = soak or None
+        if 0 < soak <= trainer.step:
+            logger.info("step %d was taken before: the run is judged as it stands", soak)
+            return None
         try:
             trainer.train()
         except Stopped as stop:

@@ -101,6 +101,10 @@ def test_a_soaked_run_goes_on_to_the_end_of_an_unbroken_one(
     shown = capsys.readouterr().out
     assert "Soak of 5 steps" in shown and json.loads(shown.splitlines()[-1]) == {"run": str(out)}
     assert (out / "latest").read_text() == "checkpoints/step-000005\n"
+    # the same steps can be judged by other bounds, and none is added
+    assert call(monkeypatch, *words, "--resume", "--soak", 4, "--soak-tokens-per-s", 1e12) == 1
+    assert (out / "latest").read_text() == "checkpoints/step-000005\n"
+    capsys.readouterr()
     assert call(monkeypatch, *words, "--resume") == 0
     final = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["final"])
     files = [folder / "model.safetensors" for folder in (final, report.final)]
