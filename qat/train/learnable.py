@@ -88,19 +88,19 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
     return found
 
 
-def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
+def natural_sizes(model: nn.Module, kinds: dict[str, list[str]], lr: float = 0) -> dict[str, float]:
     """Return each learnable tensor's natural size, by which its learning rate is multiplied.
 
     It is the root mean square, for latent weights times `latent_share`; one for a norm, whose
     weight scales by itself or by one plus itself. The factors of an adapter may be zero: their size
     is that of factors whose product is as large as the weight, so that a step at `lr_lora` moves
     the weight by about that share of its own size. Gates may begin at zero: the extension with
-    sparse attention knows their size.
+    sparse attention knows their size. With an `lr`, the log says which share of it latents take.
     """
     weights, parameters = quantized_modules(model), dict(model.named_parameters())
-    owners = {n: weights[n.rpartition(".")[0]] for n in by_kind.get("weights", ())}
+    owners = {n: weights[n.rpartition(".")[0]] for n in kinds.get("weights", ())}
     share = latent_share(owners.values()) if owners else 1.0
-    if share < 1:
+    if share < 1 and lr:
         logger.info("latent weights learn at %.3g of --lr, which is the rate of 2 bits", share)
     size_of = {
         "norms": lambda _: 1.0,
@@ -111,7 +111,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
         "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
         **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
     }
-    return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
+    return {name: size_of[kind](name) for kind, names in kinds.items() for name in names}
 
 
 def latent_share(latents: Collection[QuantWeight]) -> float:

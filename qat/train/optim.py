@@ -80,7 +80,7 @@ class Optimizer:
         if state:  # a resumed run keeps its original sizes, and the rates that it began with
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
         else:
-            self.sizes = natural_sizes(model, by_kind)
+            self.sizes = natural_sizes(model, by_kind, config.rates["weights"])
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
         here = backend.on(self._device)

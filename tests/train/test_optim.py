@@ -187,6 +187,8 @@ def test_a_run_says_which_share_of_its_rate_it_takes(tmp_path, caplog) -> None:
         state = optimizer_of(model, chosen, ("weights",)).state()
         assert ["0.25" in record.getMessage() for record in caplog.records] == [True]
         optimizer_of(model, chosen, ("scales",))  # which have no such share
+        still = chosen.model_copy(update={"lr": 0.0})  # as in 'qat bench'
+        optimizer_of(model, still, ("weights",))
         names = learnable(model, weights_in_scope(model, chosen.scope), ("weights",))
         state |= {name: 4 * size for name, size in state.items() if name.startswith("size.")}
         resumed = Optimizer(model, names, chosen, state)  # of a run that began at the whole rate
