@@ -30,7 +30,6 @@ from qat.extensions.lab.baselines.methods import time_step
 from qat.extensions.lab.baselines.reference import reference_training
 from qat.extensions.lab.baselines.training import BaselineJob, warm_up
 from qat.logs import HEARTBEAT, read_json_lines
-from qat.models.language_model import LanguageModel
 from qat.models.load import load_teacher
 
 app = App(help=__doc__)
@@ -141,9 +140,7 @@ def published_curve(
     """Return the losses of the published recipe while it trains."""
     teacher = load_teacher(model, device=settings.device, dtype="fp32")
     job = BaselineJob.of(teacher, cache, settings.model_copy(update={"factored": False}))
-    del teacher
-    training = reference_training(job)
-    student, curve = LanguageModel(job.model), []
+    training, curve = reference_training(job), []
     split = split_batches(cache, "held_out", 32, JUDGED_ON)
     held_out = {source: [*batches] for source, batches in split.items()}
     warm_up(training.step, job)
@@ -151,7 +148,9 @@ def published_curve(
     for begin, end in pairwise([0, *stops]):
         for step in range(begin, end):
             training.step([job.batch(step)], step)
-        curve.append((end, divergence_by_source(student, held_out)[0].kd_nats))
+        for name, deployed in training.deploy().items():  # the teacher becomes the student
+            teacher.model.get_submodule(name).weight.data.copy_(deployed.weight)
+        curve.append((end, divergence_by_source(teacher, held_out)[0].kd_nats))
         print(f"theirs, step {end}: {curve[-1][1]:.4f} nats", flush=True)
     return curve
 
