@@ -68,19 +68,27 @@ def packed_attention(
     """Return attention inside documents, `(B, S, H, D)`, in plain PyTorch with an `(S, S)` mask.
 
     Equals `F.scaled_dot_product_attention(query, key, value, document_mask(positions))` with its
-    heads and positions transposed.
-
-    Args:
-        query: `(B, H, S, D)`.
-        key: `(B, K, S, D)`; K divides H.
-        value: `(B, K, S, D)`.
-        positions: `(B, S)` int64.
-        scale: factor of `query @ key.T`.
+    heads and positions transposed: queries `(B, H, S, D)`, keys and values `(B, K, S, D)` where K
+    divides H, positions `(B, S)` int64.
     """
-    mask = document_mask(positions)
     group = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    key, value, mask = in_whole_tiles(key, value, document_mask(positions))
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale).transpose(1, 2)
+
+
+def in_whole_tiles(
+    key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys, values and mask, on a GPU with unread keys at the end of a half-empty tile.
+
+    There cuDNN's backward pass overflows under a mask: pytorch/pytorch#196678, torch 2.11 and 2.13.
+    """
+    if mask is None or not key.is_cuda or key.shape[2] % 128 != 64:
+        return key, value, mask
+    unread = False if mask.dtype == torch.bool else -torch.inf
+    key, value = (F.pad(heads, (0, 0, 0, 64)) for heads in (key, value))
+    return key, value, F.pad(mask, (0, 64), value=unread)
 
 
 @torch.library.custom_op("qat::tile_attention", mutates_args=())

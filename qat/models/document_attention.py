@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qat.errors import CheckpointError, ConfigError
-from qat.kernels.attention import fits_tile, tile_attention
+from qat.kernels.attention import fits_tile, in_whole_tiles, tile_attention
 from qat.models.attention import KV, NAME, attends_sparsely, is_all_sparse
 from qat.nn.swap import decoder_layers
 from qat.quant.kv import fake_quantize_heads
@@ -110,10 +110,7 @@ class CachedHeads(NamedTuple):
 
 @torch.no_grad()
 def cached_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[CachedHeads]:
-    """Run `model`, prepared by `set_kv`, once and return the heads that each layer would cache.
-
-    `device`: the compute device, if the weights are elsewhere until then.
-    """
+    """Run `model`, prepared by `set_kv`, once on `device`; return the heads that layers cache."""
     found: list[CachedHeads] = []
 
     def record(
@@ -134,10 +131,7 @@ def cached_heads(model: PreTrainedModel, device: torch.device | None = None) -> 
 
 
 def make_mask(*args: object, **kwargs: object) -> Tensor | None:
-    """Return transformers' `sdpa_mask`, or the token mask `(B, N)` itself if all layers are sparse.
-
-    None if no token is masked.
-    """
+    """Return transformers' `sdpa_mask`; the token mask `(B, N)` or None if all are sparse."""
     config, mask = kwargs.get("config"), kwargs.get("attention_mask")
     if config is None or not is_all_sparse(config):
         return sdpa_mask(*args, **kwargs)
@@ -167,6 +161,7 @@ def attend(
             return tile_attention(query, key, value, document_positions, scaling), None
         if not is_packed:
             attention_mask = None  # the causal kernels read no mask
+    key, value, attention_mask = in_whole_tiles(key, value, attention_mask)
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **rest
     )

@@ -7,7 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.backend.cuda import CudaBackend
-from qat.kernels.attention import has_room, packed_attention, tile_bytes
+from qat.kernels.attention import (
+    document_mask,
+    has_room,
+    in_whole_tiles,
+    packed_attention,
+    tile_bytes,
+)
 
 SHAPES = [(2, 4, 2, 64, 32), (1, 2, 2, 17, 16), (3, 6, 2, 100, 32), (2, 2, 1, 1, 16)]
 
@@ -39,6 +45,25 @@ def test_reference_is_causal_attention_document_by_document(shape) -> None:
             )[0]
     actual = packed_attention(q, k, v, positions, 0.3)
     torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_unread_keys_fill_a_half_empty_tile_on_a_gpu(
+    is_bool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, positions = inputs(2, 2, 2, 192, 16)
+    mask = document_mask(positions)
+    if not is_bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    assert in_whole_tiles(k, v, mask) == (k, v, mask)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    wide = in_whole_tiles(k, v, mask)
+    assert [t.shape[-2] for t in wide[:2]] == [256, 256] and wide[2].shape[-1] == 256
+    expected = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, *wide), expected)
+    assert in_whole_tiles(k, v, None) == (k, v, None)  # a causal kernel has no such bug
+    whole = [t[..., :128, :] for t in (k, v)]
+    assert in_whole_tiles(*whole, mask[..., :128])[0].shape[2] == 128
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets, to_targets
+from qat.models.attention import NAME
 from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.opening import auto_class
 from qat.models.regions import compile_facts
@@ -280,11 +281,12 @@ def chunked_loss(
 
 @torch.no_grad()
 def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy the student to an ordinary model in `dtype` with transformers' own attention."""
+    """Copy the student to an ordinary model in `dtype` with PyTorch's own attention."""
     settings = deepcopy(student.model.config)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
-    attention = "sdpa" if student.model._supports_sdpa else "eager"
+    # without positions of documents this is transformers' `sdpa`, whose masks hit a bug of cuDNN
+    attention = NAME if student.model._supports_sdpa else "eager"
     with student.device:
         model = auto_class(settings).from_config(
             settings, dtype=dtype, attn_implementation=attention

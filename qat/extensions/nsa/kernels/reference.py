@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, sees_compressed
+from qat.kernels.attention import in_whole_tiles
 
 
 def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
@@ -73,10 +74,11 @@ def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 def attend_densely(inputs: Inputs) -> Tensor:
     """Return `(B, S, H, D)`: one softmax over the query's past and document, without gates."""
     mask = None if inputs.first is None else causal_mask(inputs)[:, None]
+    key, value, mask = in_whole_tiles(inputs.key, inputs.value, mask)
     out = scaled_dot_product_attention(
         inputs.query,
-        inputs.key,
-        inputs.value,
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         scale=inputs.scale,
