@@ -1,7 +1,8 @@
 """Measure the recipe SR-002 of Anemll/qwen3_apple_style_2bit_qat_lora beside the default of `qat`.
 
     python speedrun/measure_sr002.py losses MODEL CACHE --out DIR
-    python speedrun/measure_sr002.py seconds MODEL CACHE --out DIR --figures figures.jsonl
+    python speedrun/measure_sr002.py seconds MODEL CACHE --out DIR
+    python speedrun/measure_sr002.py figure DIR --figures figures.jsonl
 
 Theirs: 4 bits reduced to 2 by k-means over the table, scales of the MLPs trained for 4,000 steps of
 4 sequences from 5e-5 to 1e-5. Ours: `qat convert --to q2a4` and `qat train` with their defaults,
@@ -14,11 +15,13 @@ by rank. A time has the conversion in it, and no compilation.
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 from cyclopts import App
-from figures import record
+from figures import command, commit, record
+from figures import device as measured_on
 
 from qat.cli import run_verb
 from qat.data.opening import open_cache
@@ -34,7 +37,7 @@ from qat.models.load import load_teacher
 
 app = App(help=__doc__)
 PUBLISHED = {"lr": 5e-5, "min_lr_ratio": 0.2, "batch_size": 4, "mlp_only": True}
-LOSSES = "losses.json"
+LOSSES, SECONDS = "losses.json", "seconds.json"
 JUDGED_ON = 256
 """Held-out sequences."""
 TIMED = 20
@@ -53,7 +56,7 @@ def losses(
     steps: int = 4000,
     looks: int = 20,
 ) -> None:
-    """Take their steps and as many of ours, whose losses are OUT/losses.json; no time counts.
+    """Take their steps and as many of ours, whose losses OUT/losses.json keeps; no time counts.
 
     Parameters
     ----------
@@ -61,11 +64,11 @@ def losses(
         Evaluations of each training after the one of the untrained student.
     """
     settings = BaselineSettings(**PUBLISHED, max_steps=steps, device=device)
-    theirs = published_curve(model, open_cache(str(cache)), settings.filled("reference"), looks)
+    for theirs in published_curve(model, open_cache(str(cache)), settings, looks):
+        keep(out, LOSSES, theirs=theirs)
     converted(model, cache, out, device)
     ours = trained(out / "equal_steps", cache, out, PUBLISHED["batch_size"], steps, looks, device)
-    found = {"theirs": theirs, "ours": ours[0]}
-    (out / LOSSES).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    keep(out, LOSSES, ours=ours[0])
 
 
 @app.command
@@ -74,42 +77,60 @@ def seconds(
     cache: Path,
     *,
     out: Path,
-    figures: Path | None = None,
     device: str = "auto",
     steps: int = 500,
     looks: int = 20,
     batch_size: int = 64,
 ) -> None:
-    """Time both and append `sr002_seconds_over_ours` to FIGURES; `losses` wrote OUT before.
+    """Time both on a quiet machine; OUT/seconds.json keeps each time as soon as it is known.
 
     Parameters
     ----------
     steps
         Steps of ours, of BATCH_SIZE sequences each.
     """
-    theirs = json.loads((out / LOSSES).read_text(encoding="utf-8"))["theirs"]
-    best_step, best = min(theirs, key=lambda point: point[1])
-    settings = BaselineSettings(**PUBLISHED, max_steps=theirs[-1][0], device=device)
+    keep(out, SECONDS, command=command(), commit=commit(), device=measured_on())
+    settings = BaselineSettings(**PUBLISHED, device=device)
     opened = open_cache(str(cache))
     teacher = load_teacher(model, device=device, dtype="fp32")
     step_s = time_step("reference", teacher, opened, settings=settings, steps=TIMED)
+    keep(out, SECONDS, their_step_s=step_s)
     job = BaselineJob.of(teacher, opened, settings.filled("reference"))
     began = time.perf_counter()
     reference_training(job)
     job.backend.synchronize()
-    prepared_s = time.perf_counter() - began
+    keep(out, SECONDS, their_conversion_s=time.perf_counter() - began)
     del teacher, job
     place = out / "timed"
-    converted_s = converted(model, cache, place, device)
+    keep(out, SECONDS, our_conversion_s=converted(model, cache, place, device))
     curve, pace = trained(place / "run", cache, place, batch_size, steps, looks, device)
-    reached = next((step for step, loss in curve if loss <= best), None)
-    found = {"their_best_nats": best, "their_best_step": best_step, "their_step_s": step_s}
-    found |= {"their_conversion_s": prepared_s, "our_conversion_s": converted_s}
-    found |= {"our_step_s": pace, "our_step": reached, "our_curve": curve}
-    theirs_s = prepared_s + best_step * step_s
-    ratio = 0.0 if reached is None else theirs_s / (converted_s + reached * pace)
-    found |= {"their_best_s": theirs_s}
-    record(figures, "sr002_seconds_over_ours", round(ratio, 1), "x", ">= 50", measured=found)
+    keep(out, SECONDS, our_step_s=pace, our_curve=curve)
+
+
+@app.command
+def figure(out: Path, *, figures: Path) -> None:
+    """Append `sr002_seconds_over_ours` to FIGURES, from what `losses` and `seconds` left in OUT."""
+    read = {
+        name: json.loads((out / name).read_text(encoding="utf-8")) for name in (LOSSES, SECONDS)
+    }
+    found, times = read[LOSSES], read[SECONDS]
+    best_step, best = min(found["theirs"], key=lambda point: point[1])
+    theirs_s = times["their_conversion_s"] + best_step * times["their_step_s"]
+    reached = next((step for step, loss in times["our_curve"] if loss <= best), None)
+    if reached is None:
+        raise SystemExit(f"ours did not reach their {best:.4f} nats; take more steps of `seconds`")
+    ours_s = times["our_conversion_s"] + reached * times["our_step_s"]
+    more = {"their_best_nats": best, "their_best_step": best_step, "our_step": reached} | times
+    ratio = round(theirs_s / ours_s, 1)
+    record(figures, "sr002_seconds_over_ours", ratio, "x", ">= 50", measured=more)
+
+
+def keep(out: Path, name: str, **found: object) -> None:
+    """Add to a JSON file in OUT, so that an interrupted run loses no more than its last part."""
+    path = out / name
+    out.mkdir(parents=True, exist_ok=True)
+    whole = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(whole | found, indent=1) + "\n", encoding="utf-8")
 
 
 def converted(model: str, cache: Path, out: Path, device: str) -> float:
@@ -136,10 +157,11 @@ def trained(  # noqa: PLR0917
 
 def published_curve(
     model: str, cache: TeacherCache, settings: BaselineSettings, looks: int
-) -> Curve:
-    """Return the losses of the published recipe while it trains."""
+) -> Iterator[Curve]:
+    """Yield the losses of the published recipe so far, at each look."""
     teacher = load_teacher(model, device=settings.device, dtype="fp32")
-    job = BaselineJob.of(teacher, cache, settings.model_copy(update={"factored": False}))
+    settings = settings.filled("reference").model_copy(update={"factored": False})
+    job = BaselineJob.of(teacher, cache, settings)
     training, curve = reference_training(job), []
     split = split_batches(cache, "held_out", 32, JUDGED_ON)
     held_out = {source: [*batches] for source, batches in split.items()}
@@ -152,7 +174,7 @@ def published_curve(
             teacher.model.get_submodule(name).weight.data.copy_(deployed.weight)
         curve.append((end, divergence_by_source(teacher, held_out)[0].kd_nats))
         print(f"theirs, step {end}: {curve[-1][1]:.4f} nats", flush=True)
-    return curve
+        yield curve
 
 
 if __name__ == "__main__":
