@@ -199,6 +199,19 @@ def test_mlps_alone_learn_as_in_the_references_recipe(cache: TeacherCache) -> No
     )
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "FalconForCausalLM", "DeepseekV32ForCausalLM"],
+)
+def test_a_copy_attends_as_its_model(family: str) -> None:
+    model = families.build(family)
+    ids = torch.arange(3, 51).view(2, 24)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        found = dense_copy(LanguageModel(model), torch.float32)(input_ids=ids, use_cache=False)
+    torch.testing.assert_close(found.logits, expected)
+
+
 def _linears(student: LanguageModel) -> list[nn.Module]:
     return [student.model.get_submodule(name) for name in linear_names(student.model)]
 

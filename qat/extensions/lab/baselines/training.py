@@ -29,7 +29,7 @@ from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets, to_targets
-from qat.models.attention import NAME
+from qat.models.document_attention import use_packed_attention
 from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.opening import auto_class
 from qat.models.regions import compile_facts
@@ -285,13 +285,14 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
     settings = deepcopy(student.model.config)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
-    # without positions of documents this is transformers' `sdpa`, whose masks hit a bug of cuDNN
-    attention = NAME if student.model._supports_sdpa else "eager"
+    attention = "sdpa" if student.model._supports_sdpa else "eager"
     with student.device:
         model = auto_class(settings).from_config(
             settings, dtype=dtype, attn_implementation=attention
         )
         open_sites(model)
+    # others keep `sdpa`: DeepSeek-V3.2 selects keys, and Falcon has a class, by that name alone
+    use_packed_attention(model)
     linears = quant_linears(student.model)
     for name, linear in linears.items():
         plain = model.get_submodule(name)
