@@ -87,8 +87,8 @@ def in_whole_tiles(
     if mask is None or not key.is_cuda or key.shape[2] % 128 != 64:
         return key, value, mask
     unread = False if mask.dtype == torch.bool else -torch.inf
-    key, value = (F.pad(heads, (0, 0, 0, 64)) for heads in (key, value))
-    return key, value, F.pad(mask, (0, 64), value=unread)
+    mask = F.pad(mask.expand(*mask.shape[:-1], key.shape[2]), (0, 64), value=unread)
+    return F.pad(key, (0, 0, 0, 64)), F.pad(value, (0, 0, 0, 64)), mask
 
 
 @torch.library.custom_op("qat::tile_attention", mutates_args=())
