@@ -257,10 +257,10 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 def _sparse(run: TrainingRun) -> Iterable[Check]:
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
-    if not layers:
-        return ()
-    counted = _events(run, "blocks_read", "blocks read in steps", "bad")
-    return *load_sparse_attention().checks(layers), counted
+    if layers:
+        yield from load_sparse_attention().checks(layers)
+    if any("nsa_blocks_read" in row for row in run.steps):
+        yield _events(run, "blocks_read", "blocks read in steps", "bad")
 
 
 def _at(steps: Sequence[int]) -> str:

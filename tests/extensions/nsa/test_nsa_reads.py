@@ -1,5 +1,6 @@
 """What sparse attention reads in logged steps, against the definition and in runs that go wrong."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -105,8 +106,14 @@ def test_a_selection_that_reads_fewer_is_reported_once(
     assert event["step"] == 1 and event["blocks_read"] < event["blocks_predicted"]
     assert event["off"] == 2 and event["selections"] == 2 * 8  # rows, tiles
     assert sum("blocks a query are read" in record.message for record in caplog.records) == 1
-    (check,) = [c for c in health(read_directory(tmp_path / "run")) if "in steps" in c.name]
-    assert check.state == "bad" and "step 1" in check.found
+    run = read_directory(tmp_path / "run")
+    soaked = replace(run, evals=[])  # with --skip-first-eval
+    for each in (run, soaked):
+        (check,) = [c for c in health(each) if "in steps" in c.name]
+        assert check.state == "bad" and "step 1" in check.found
+    # a version that did not count
+    older = replace(run, steps=[{"step": 1, "loss_nats": 1.0}])
+    assert not [c for c in health(older) if "in steps" in c.name]
 
 
 @pytest.mark.parametrize("values", [{}, {"shard_latents": True, "form": "layer"}])
