@@ -1,10 +1,11 @@
 """Settings of the lab's verbs."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qat.config import Measured, Settings
 from qat.extensions.bench.config import MeasureConfig
@@ -125,6 +126,16 @@ class KernelsConfig(Settings):
     measured anyway."""
     figures: Path | None = None
     """File to which the goals' figures of this run are appended."""
+
+    @field_validator("tune", mode="wrap")
+    @classmethod
+    def _check_tune(cls, value: object, parsed: Callable[[object], bool | str]) -> bool | str:
+        try:
+            return parsed(value)
+        except ValidationError:  # one for each of the two types, by their names in pydantic
+            raise ValueError(
+                "expected true, false or token; write --tune or --tune token"
+            ) from None
 
     @field_validator("by")
     @classmethod

@@ -186,6 +186,11 @@ def test_the_verb_tunes_the_linears_of_a_token_alone(tmp_path, monkeypatch, caps
         module.run_kernels(KernelsConfig(only="gated", tune="token"), None)
     with pytest.raises(ConfigError, match="tune=token on cpu, expected a GPU"):
         module.run_kernels(KernelsConfig(device="cpu", tune="token"), None)
+    with pytest.raises(ConfigError, match="tune='all': expected true, false or token"):
+        KernelsConfig.parse({"tune": "all"}, "flags")
+    assert [KernelsConfig.parse({"tune": word}, "").tune for word in ("true", "token", False)] == [
+        *(True, "token", False)
+    ]
     found = tune(steady({(LARGE,): 0.9}), linear("down", (LARGE, 1.1)))
     report = module.KernelsReport(tmp_path, [], RATES, "", [], found)
     monkeypatch.setattr(module, "run_kernels", lambda config, out: report)
