@@ -54,6 +54,7 @@ def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys) -> None:
         (["--recipee", "r.toml", "train", "x"], "unknown flag --recipee; did you mean --recipe?"),
         (["train", "x", "-lr", "3"], "unknown flag -lr; did you mean --lr?"),
         (["cache", "a/teacher", "--data", "x", "--out", "y"], "did you mean --teacher a/teacher?"),
+        (["cache", "frobnicate"], "takes; drop it. And --data and --teacher are missing; for exam"),
         (["cache", "infos", "x"], "qat cache has no verb 'infos'; did you mean 'qat cache info'?"),
         (["cache", "--zzzz", "f"], "unknown flag --zzzz; 'qat cache --help' lists the known ones"),
         (["train", "x", "--out"], "--out is given without a value; write it behind"),

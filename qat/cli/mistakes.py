@@ -54,7 +54,8 @@ class Mistake(NamedTuple):
             hint = self._surplus(words, surplus, missing)
             missing = [each for each in missing if each.name not in hint.split()]
             verb = " ".join(("qat", *words))
-            parts.append(f"{surplus[0]!r} is a word more than '{verb}' takes; {hint}")
+            stop = "." if missing and not hint.endswith("?") else ""
+            parts.append(f"{surplus[0]!r} is a word more than '{verb}' takes; {hint}{stop}")
         if missing:
             names = [*map(_name, missing)]
             are = "is" if len(names) == 1 else "are"
