@@ -13,6 +13,7 @@ from torch import Tensor
 from qat.backend.device import select
 from qat.errors import ConfigError
 from qat.extensions.bench.measure import Clock, Roofline
+from qat.extensions.bench.results import ROWS
 from qat.extensions.bench.stats import Interval
 from qat.extensions.lab import verbs
 from qat.extensions.lab.config import KernelsConfig
@@ -21,6 +22,7 @@ from qat.extensions.lab.kernels.gates import Space
 from qat.extensions.lab.kernels.token_tiles import TunedToken, few_of, token_of, tune_token
 from qat.extensions.lab.kernels.tune import Timed, Tuned
 from qat.kernels import tuned
+from qat.logs import read_json_lines
 
 CPU = torch.device("cpu")
 KEY = (8, 16, 2)
@@ -197,3 +199,18 @@ def test_the_verb_tunes_the_linears_of_a_token_alone(tmp_path, monkeypatch, caps
     said = verbs.kernels(config=KernelsConfig(tune="token"))
     assert said["autotune_token_ratio"] == pytest.approx(1.111)
     assert "tuned within the token (down 8x16x2): Planted(rows=8" in capsys.readouterr().out
+
+
+def test_what_was_tuned_alone_is_kept_where_the_token_fails(tmp_path: Path, monkeypatch) -> None:
+    backend = select("cpu")
+    monkeypatch.setattr(type(backend), "records", True)
+    monkeypatch.setattr(module, "measure_roofline", lambda *_: RATES)
+    monkeypatch.setattr(module, "tune_alone", lambda *_: [linear("matvec, head, 4-bit")])
+    monkeypatch.setattr(module, "token_of", lambda *_: {}["no room"])
+    monkeypatch.setattr(
+        module, "token_cases", lambda: [SimpleNamespace(name="matvec, head, 4-bit")]
+    )
+    with pytest.raises(KeyError, match="no room"):
+        module.run_kernels(KernelsConfig(device="cpu", tune=True), tmp_path / "out", [])
+    (row,) = read_json_lines(tmp_path / "out" / ROWS)
+    assert row["kind"] == "tuned" and row["case"] == "matvec, head, 4-bit, tuned"

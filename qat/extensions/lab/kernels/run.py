@@ -3,7 +3,7 @@
 import json
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -186,10 +186,12 @@ def run_kernels(
             rows.append(row)
         if config.tune:
             passed = [c for c, row in zip(cases, rows, strict=True) if row["status"] == "OK"]
-            found = tune_alone(passed, config, seeds, clock)
+            for each in tune_alone(passed, config, seeds, clock):
+                results.add(**each.row())  # at once: a later kernel or the token may fail
+                found.append(each)
         token = tune_within_token(found, config, clock)
-        for each in (*found, *([token] if token else [])):
-            results.add(**each.row())
+        if token is not None:
+            results.add(**token.row())
         results.finish(
             copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
         )
@@ -223,15 +225,14 @@ def selected(config: KernelsConfig) -> list[KernelCase]:
 
 def tune_alone(
     cases: list[KernelCase], config: KernelsConfig, seeds: Seeds, clock: Clock
-) -> list[Tuned]:
+) -> Iterator[Tuned]:
     """Tune each kernel by itself."""
-    work, found = work_of(str(config.shape)), []
+    work = work_of(str(config.shape))
     for case in cases:
         if case.space is not None:
             clock.backend.free_memory()
             size = case.size(work)
-            found.append(tune(case, size, seeds=seeds, clock=clock, keep=config.keep))
-    return found
+            yield tune(case, size, seeds=seeds, clock=clock, keep=config.keep)
 
 
 def tune_within_token(found: list[Tuned], config: KernelsConfig, clock: Clock) -> TunedToken | None:
