@@ -84,7 +84,7 @@ def in_whole_tiles(
 
     There cuDNN's backward pass overflows under a mask: pytorch/pytorch#196678, torch 2.11 and 2.13.
     """
-    if mask is None or not key.is_cuda or key.shape[2] % 128 != 64:
+    if mask is None or not key.is_cuda or key.shape[2] % 128 != 64 or not torch.is_grad_enabled():
         return key, value, mask
     unread = False if mask.dtype == torch.bool else -torch.inf
     mask = F.pad(mask.expand(*mask.shape[:-1], key.shape[2]), (0, 64), value=unread)
