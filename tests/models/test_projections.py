@@ -1,8 +1,11 @@
 """Joined projections: the same function and gradients as each linear alone."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from quantized import SPECS, gradients, tiny_adapted, tiny_quantized
+from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
 
 from qat.kernels import glu
@@ -79,13 +82,21 @@ def test_compiled_layers_compute_the_same(architecture, is_fused, make, monkeypa
         monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
         monkeypatch.setattr(glu, "use_triton", lambda *_: True)
     model = LanguageModel(make(architecture, SPECS["lut2"], num_attention_heads=4))
+    exact = LanguageModel(deepcopy(model.model).double())
+    form_weights(exact.model, torch.float64)
+    truth, true_gradients = gradients(exact, IDS, POSITIONS)
     form_weights(model.model, torch.float32)
-    expected = gradients(model, IDS, POSITIONS)
+    hidden, expected = gradients(model, IDS, POSITIONS)
     join_projections(model.model)
     form_weights(model.model, torch.float32)
     for layer in decoder_layers(model.model):
         layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
-    assert_alike(gradients(model, IDS, POSITIONS), expected)
+    found, by_name = gradients(model, IDS, POSITIONS)
+    assert by_name.keys() == expected.keys() == true_gradients.keys()
+    rows = [(by_name[name], expected[name], true_gradients[name]) for name in expected]
+    # on some processors PyTorch's own attention errs by 6e-5 of the largest gradient
+    for one, plain, true in [(found, hidden, truth), *rows]:
+        assert_no_worse_than_eager(one, plain, true, slack=1e-5 * true.abs().max().item())
 
 
 def test_a_joined_linear_called_alone_uses_the_joined_weight() -> None:
