@@ -1,15 +1,18 @@
-"""Measure the recipe SR-002 of Anemll/qwen3_apple_style_2bit_qat_lora beside the default of `qat`.
+"""Compare the training recipe SR-002 of another project with the default recipe of `qat`.
 
     python speedrun/measure_sr002.py losses MODEL CACHE --out DIR
     python speedrun/measure_sr002.py seconds MODEL CACHE --out DIR
     python speedrun/measure_sr002.py figure DIR --figures figures.jsonl
 
-Theirs: 4 bits reduced to 2 by k-means over the table, scales of the MLPs trained for 4,000 steps of
-4 sequences from 5e-5 to 1e-5. Ours: `qat convert --to q2a4` and `qat train` with their defaults,
-once with as many steps of as many sequences, once with the default batch. The measure is theirs:
-the KL over the teacher's top K alone at temperature 2, on the held-out split. Their losses are of
-weights that are formed, the same numbers sooner; a step of theirs is timed as they compute it, rank
-by rank. A time has the conversion in it, and no compilation.
+SR-002 is a recipe of Anemll/qwen3_apple_style_2bit_qat_lora. It reduces a table of 16 levels to 4
+by k-means and then trains only the scales of the MLPs: 4,000 steps of 4 sequences, with a learning
+rate that falls from 5e-5 to 1e-5. Ours is `qat convert --to q2a4` and `qat train` with their
+defaults. It runs once with the same steps and batch and once with the default batch.
+
+Both students are judged by the loss that SR-002 reports: the KL over the teacher's top K tokens, at
+temperature 2, on the held-out split of the cache. The losses of SR-002 are computed with whole
+weight matrices, which gives the same numbers faster. Its time per step is measured with the
+original's computation, one rank at a time. Times include the conversion and exclude compilation.
 """
 
 import json
@@ -41,7 +44,7 @@ LOSSES, SECONDS = "losses.json", "seconds.json"
 JUDGED_ON = 256
 """Held-out sequences."""
 TIMED = 20
-"""Steps of theirs that are timed."""
+"""Timed steps of SR-002."""
 Curve = list[tuple[int, float]]
 """Steps taken, and the loss in nats a token."""
 
@@ -56,7 +59,7 @@ def losses(
     steps: int = 4000,
     looks: int = 20,
 ) -> None:
-    """Take their steps and as many of ours, whose losses OUT/losses.json keeps; no time counts.
+    """Train both with the same steps, and write their losses to OUT/losses.json; nothing is timed.
 
     Parameters
     ----------
@@ -87,7 +90,7 @@ def seconds(
     Parameters
     ----------
     steps
-        Steps of ours, of BATCH_SIZE sequences each.
+        Steps of `qat train`, of BATCH_SIZE sequences each.
     """
     keep(out, SECONDS, command=command(), commit=commit(), device=measured_on())
     settings = BaselineSettings(**PUBLISHED, device=device)

@@ -1,6 +1,6 @@
-"""A child process that reads, tokenises and packs the text of a cache.
+"""Read, tokenize and pack the text of a cache in a child process.
 
-Python runs one thread of a process at a time. A thread that tokenises beside the one that launches
+Python runs one thread of a process at a time. A thread that tokenizes beside the one that launches
 the teacher's kernels delays every operator, by up to 5 ms, and the device runs out of work.
 """
 

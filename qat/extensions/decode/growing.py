@@ -14,7 +14,7 @@ from qat.files import awaiting, parse_json
 
 
 def growing_rows(out: Path) -> Rows:
-    """Yield the rows of a data set in their final order, while `qat sample` still writes it.
+    """Yield the rows of a data set in their final order, also before `qat sample` has written all.
 
     A row comes as soon as its shard is complete.
 

@@ -298,8 +298,8 @@ class SlotSnapshot(NamedTuple):
 
     turn: int
     state: Tensor
-    """For each slot the number of new tokens that remain, the number that were drawn, and the last
-    `steps` new tokens, `(B, 2 + steps)`; a slot with fewer repeats its first one before them."""
+    """A row `(2 + steps)` for each of the B slots: the number of new tokens that remain, the number
+    that were drawn, and the last `steps` new tokens; fewer are preceded by copies of the first."""
     wait: Callable[[], None]
     """Waits for the copy; call it before reading `state`."""
 

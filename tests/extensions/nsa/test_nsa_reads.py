@@ -1,4 +1,4 @@
-"""What sparse attention reads in logged steps, against the definition and in runs that go wrong."""
+"""Tests of the count of blocks that sparse attention reads in logged steps of `qat train`."""
 
 from dataclasses import replace
 from functools import partial
